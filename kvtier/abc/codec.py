@@ -1,0 +1,83 @@
+"""The contract of a page codec: translates pages between a hot pool and cold slots, many in one call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.spec import ColdLayout, PageSpec
+
+if TYPE_CHECKING:
+    from kvtier.hot import HotPool
+
+
+class Form(IntEnum):
+    """How a stored page's bytes are encoded: the `form` of its record. Numbers are part of the format."""
+
+    RAW = 1
+    NVFP4 = 2
+    """NVFP4 with one power of two per buffer in the page."""
+    NVFP4_IDENTITY = 3
+    """NVFP4 with global scale 1, nothing stored."""
+
+
+class EncodeResult(NamedTuple):
+    """checksums: uint8 ``[pages, 16]``, of each cold page under its key's seed. refused: bool ``[pages]``, pages
+    that this codec cannot represent (NaN or infinity in a valid row); their slots hold garbage."""
+
+    checksums: npt.NDArray[np.uint8]
+    refused: npt.NDArray[np.bool_]
+
+
+class Codec(ABC):
+    """`id`, `version` and `config` are the on-disk contract: two codecs share them only if each decodes the
+    other's bytes. Stateless and thread-safe; the GIL is released while bytes move."""
+
+    id: ClassVar[str]
+    version: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def form(self) -> Form: ...
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, str | int | float | bool]:
+        """Options that change bytes, for the namespace."""
+
+    @abstractmethod
+    def layout(self, spec: PageSpec) -> ColdLayout: ...
+
+    @abstractmethod
+    def encode(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        seeds: npt.NDArray[np.uint64],
+    ) -> EncodeResult:
+        """Write cold pages of pool pages `page_ids` to ``arena[offsets[i] : offsets[i] + cold_page_bytes]``.
+
+        Rows past ``valid_tokens[i]`` are stored as zeros whatever they hold. The source must not change until this
+        returns. Raises CodecError for ids or offsets out of range, before anything is written."""
+
+    @abstractmethod
+    def decode(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        buffers: range | None = None,
+    ) -> None:
+        """Write cold pages back into the pool: all buffers, or those with index in `buffers` (one layer, say).
+        Rows past ``valid_tokens[i]`` become zeros."""

@@ -1,0 +1,207 @@
+"""The contract of a tier: a place that keeps cold pages as opaque bytes under 32-byte keys.
+
+Synchronous, thread-safe, batched. No call raises for what can happen to stored data: it answers with a named
+state per key, in the order of the keys. Errors are raised for misuse only (closed tier, wrong argument).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 32
+CHECKSUM_BYTES = 16
+FINGERPRINT_BYTES = 16
+SLOT_ALIGN = 4096
+"""Slots of local tiers start at multiples of this, so that O_DIRECT can move them as they are."""
+
+
+class PutStatus(Enum):
+    """What became of one page offered to a tier."""
+
+    STORED = "stored"
+    EXISTS = "exists"  # the tier already has a page under this key; nothing was written
+    FULL = "full"  # no room could be made: everything evictable was evicted
+    TOO_LARGE = "too_large"  # larger than the tier's largest record
+    FAILED = "failed"  # input/output error; the page is not in the tier
+    DEADLINE = "deadline"
+
+
+class GetStatus(Enum):
+    """What became of one page asked from a tier."""
+
+    HIT = "hit"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"  # found, bad, deleted and counted as quarantined
+    FAILED = "failed"  # input/output error
+    DEADLINE = "deadline"
+
+
+class Removal(Enum):
+    """Why a tier let a page go."""
+
+    EVICTED = "evicted"
+    DELETED = "deleted"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class PageMeta:
+    """What a tier keeps beside a page's bytes.
+
+    nbytes: length of the record. form: how the bytes are encoded (`kvtier.abc.codec.Form`).
+    valid_tokens: rows past these are zeros. checksum: 16 bytes, xxh3-128 seeded with the page key
+    (`kvtier.keys.checksum`). spec: fingerprint of the PageSpec, 16 bytes. origin: the engine's own key, opaque,
+    at most 255 bytes.
+    """
+
+    nbytes: int
+    form: int
+    valid_tokens: int
+    checksum: bytes
+    spec: bytes
+    origin: bytes = b""
+
+
+class PutItem(NamedTuple):
+    """One page to put: `data` is `meta.nbytes` long. A buffer that is 4 KiB-aligned and followed by readable
+    bytes up to the next multiple of 4 KiB (a host slot) is written without a copy where `padded` says so."""
+
+    key: bytes
+    meta: PageMeta
+    data: memoryview
+    padded: bool = False
+
+
+class GetResult(NamedTuple):
+    """The answer for one key. `meta` is set for a HIT only, and its bytes are then in the caller's buffer,
+    verified against `meta.checksum`."""
+
+    status: GetStatus
+    meta: PageMeta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierCapabilities:
+    """Declared, never guessed. persistent: survives the process. shared: other processes see the same pages."""
+
+    persistent: bool
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Counts since the tier was opened, except `recovered_pages`: what was found on opening.
+
+    ``recovered + stored - evicted - deleted - quarantined == resident`` holds at any time.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    resident_pages: int
+    recovered_pages: int
+    stored_pages: int
+    evicted_pages: int
+    deleted_pages: int
+    quarantined_pages: int
+    put_bytes: int
+    get_bytes: int
+
+
+RemovalListener = Callable[[Sequence[bytes], Removal], None]
+
+
+class Tier(ABC):
+    """See the module's docstring. Every method may be called from any thread, several at once."""
+
+    name: str
+    capabilities: TierCapabilities
+
+    @abstractmethod
+    def put_many(self, items: Sequence[PutItem], deadline_s: float | None = None) -> list[PutStatus]:
+        """Store pages; blocks until they are committed or given up. A page is visible only once all of its bytes
+        are stored. Evicts to make room. Order of the answers is the order of `items`. With `deadline_s` (seconds
+        from now), pages that could not be started in time are DEADLINE."""
+
+    @abstractmethod
+    def get_many_into(
+        self, keys: Sequence[bytes], outs: Sequence[memoryview], deadline_s: float | None = None
+    ) -> list[GetResult]:
+        """Read pages into `outs` and verify them; blocks. `outs[i]` is writable and at least
+        ``length_many([keys[i]])[0]`` long; what lies behind the record may be overwritten up to the buffer's end. A page that fails verification is deleted, and
+        CORRUPT. Reading a page refreshes its recency."""
+
+    @abstractmethod
+    def length_many(self, keys: Sequence[bytes]) -> list[int]:
+        """Length of each page in bytes, -1 where absent. Index only where the tier is local: fast, no data read."""
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        return [n >= 0 for n in self.length_many(keys)]
+
+    @abstractmethod
+    def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
+        """Remove pages; returns how many were there. Pinned pages go as soon as they are unpinned, and are
+        invisible from now on."""
+
+    @abstractmethod
+    def usage(self) -> TierUsage: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything within 2 s; waits for calls under way. Safe to call twice."""
+
+    def set_removal_listener(self, listener: RemovalListener | None) -> None:
+        """`listener(keys, why)` is called, outside the tier's lock, after pages left the tier."""
+        self._removal_listener = listener
+
+    _removal_listener: RemovalListener | None = None
+
+
+class Slot(NamedTuple):
+    """A pinned place in a staging tier's arena: `offset` and `nbytes` in bytes. `id` is the tier's own handle."""
+
+    id: int
+    offset: int
+    nbytes: int
+
+
+class StagingTier(Tier):
+    """A tier whose bytes lie in this process's memory: codecs write into its slots and read from them.
+
+    A page is written as reserve -> fill -> commit (or abort), and read as pin -> read -> unpin. Reserved slots are
+    invisible; pinned pages are never evicted or moved. No method here blocks on input or output.
+    """
+
+    arena: npt.NDArray[np.uint8]
+    """All of the tier's memory, one-dimensional, writable, for the codec and for lower tiers to read and write."""
+
+    @abstractmethod
+    def reserve_many(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[Slot | PutStatus]:
+        """A slot to fill per key, or EXISTS (committed or being filled), FULL or TOO_LARGE. Evicts to make room;
+        never waits. Padding behind `nbytes` up to 4 KiB is zeroed here."""
+
+    @abstractmethod
+    def commit_many(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
+        """Publish filled slots. Each stays pinned once, by its writer, until `unpin_many`. `meta.nbytes` may be
+        smaller than the slot's."""
+
+    @abstractmethod
+    def abort_many(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Give reserved slots back unpublished."""
+
+    @abstractmethod
+    def pin_many(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
+        """Pin the committed page under each key (None where absent) and refresh its recency. Counts nest."""
+
+    @abstractmethod
+    def unpin_many(self, slots: Sequence[Slot]) -> None: ...
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes, `slot.nbytes` long, writable. Valid while the slot is reserved or pinned."""
+        return memoryview(self.arena)[slot.offset : slot.offset + slot.nbytes]

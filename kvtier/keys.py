@@ -1,0 +1,143 @@
+"""Who a page belongs to (Namespace), the 32-byte key it is stored under, and the checksum bound to that key.
+
+The encodings are specified in `docs/formats.md` and frozen by golden vectors; they change only with
+`FORMAT_VERSION`. Nothing here depends on the process: no `hash()`, no seeds, no order of a dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import xxhash
+
+from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, KEY_BYTES
+from kvtier.errors import ConfigError
+from kvtier.spec import PageSpec
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPolicy:
+    """Family, version and options of the codec that writes pages. Any form of one policy is valid under its keys."""
+
+    id: str
+    version: int
+    config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def encoded(self) -> str:
+        return json.dumps([self.id, self.version, dict(sorted(self.config.items()))], separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for two pages to be interchangeable.
+
+    model: served name, never a local path. weights: hex fingerprint (`fingerprint_weights`). generation: empty, or
+    16 random bytes as hex drawn at each in-place weight update. dtype: of the hot cache. spec: PageSpec fingerprint,
+    hex. shard: ``replicated``, or ``tp{rank}/{size}`` with the pipeline and context-parallel rank. pruning: empty for
+    plain KV; evicted or compacted KV is never plain KV.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    spec: str
+    page_tokens: int
+    codec: str
+    shard: str = "tp0/1"
+    generation: str = ""
+    lora: str = ""
+    salt: str = ""
+    pruning: str = ""
+
+    @staticmethod
+    def of(spec: PageSpec, policy: CodecPolicy, *, model: str, weights: str, dtype: str, **identity: str) -> Namespace:
+        return Namespace(
+            model=model,
+            weights=weights,
+            dtype=dtype,
+            spec=spec.fingerprint.hex(),
+            page_tokens=spec.page_tokens,
+            codec=policy.encoded(),
+            **identity,
+        )
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes: BLAKE2b-256 of the injective encoding."""
+        return hashlib.blake2b(self.encoded(), digest_size=KEY_BYTES).digest()
+
+    def encoded(self) -> bytes:
+        """Injective: per field in declaration order, its name and its value, each length-prefixed (u32)."""
+        out = [b"kvtier-ns", FORMAT_VERSION.to_bytes(2, "little")]
+        for f in fields(self):
+            for part in (f.name, str(getattr(self, f.name))):
+                raw = part.encode()
+                out += [len(raw).to_bytes(4, "little"), raw]
+        return b"".join(out)
+
+    def page_keys(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Keys of pages by the engine's page hashes (any bytes, each chained over its prefix): BLAKE2b-256 of the
+        hash, keyed with the namespace digest."""
+        keyed = hashlib.blake2b(key=self.digest, digest_size=KEY_BYTES)
+        keys = []
+        for page_hash in hashes:
+            h = keyed.copy()
+            h.update(page_hash)
+            keys.append(h.digest())
+        return keys
+
+
+def seed_of(key: bytes) -> int:
+    """Seed of the checksum of the page under `key`: its first 8 bytes, little-endian."""
+    return int.from_bytes(key[:8], "little")
+
+
+def checksum(data: Any, key: bytes) -> bytes:
+    """16 bytes: xxh3-128 of `data` seeded with the page key, so that right bytes under a wrong key fail too."""
+    return xxhash.xxh3_128_digest(data, seed_of(key))
+
+
+def page_hashes(tokens: Sequence[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:
+    """Chained SHA-256 per full page of `tokens`: equal hashes mean equal token prefixes. For connectors whose
+    engine has no page hashes of its own. Tokens are encoded as u32, little-endian."""
+    if page_tokens < 1:
+        raise ConfigError(f"page_tokens = {page_tokens}, must be at least 1")
+    hashes = []
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        h = hashlib.sha256(parent)
+        h.update(b"".join(t.to_bytes(4, "little") for t in tokens[start : start + page_tokens]))
+        parent = h.digest()
+        hashes.append(parent)
+    return hashes
+
+
+def fingerprint_weights(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int], str, bytes]]) -> str:
+    """Hex SHA-256 over a model's config and, per tensor, name, shape, dtype and its first 4 KiB.
+
+    Two fine-tunes share headers and sizes, so bytes must take part. Tensors are taken in the order of their names.
+    """
+    h = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=str).encode())
+    for name, shape, dtype, head in sorted(tensors, key=lambda t: t[0]):
+        described = json.dumps([name, list(shape), dtype], separators=(",", ":")).encode()
+        h.update(len(described).to_bytes(4, "little") + described + len(head[:4096]).to_bytes(4, "little") + head[:4096])
+    return h.hexdigest()
+
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "FINGERPRINT_BYTES",
+    "FORMAT_VERSION",
+    "KEY_BYTES",
+    "CodecPolicy",
+    "Namespace",
+    "checksum",
+    "fingerprint_weights",
+    "page_hashes",
+    "seed_of",
+]
