@@ -1,0 +1,35 @@
+"""The tree of commands. Every module named here must be cheap to import: ``kvtier --help`` imports them all."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtier import __version__
+from kvtier.cli import size
+
+app = typer.Typer(
+    help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+app.add_typer(size.app, name="size")

@@ -1,0 +1,108 @@
+"""The size command against the golden sizes of the cold page, and its bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvtier import __version__
+from kvtier.cli import main
+
+
+def size(capsys: pytest.CaptureFixture[str], args: str) -> dict[str, float]:
+    with pytest.raises(SystemExit) as done:
+        main(["size", *args.split(), "--json"])
+    assert done.value.code in (0, None)
+    return json.loads(capsys.readouterr().out)
+
+
+GOLDEN = [
+    ("mha --layers 1 --kv-heads 1 --head-dim 32 --tokens 5", 640, 192),
+    ("mha --layers 1 --kv-heads 4 --head-dim 128 --tokens 5", 10_240, 2_880),
+    ("mha --layers 1 --kv-heads 1 --head-dim 16 --tokens 64", 4_096, 1_152),
+    ("mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32 --dtype bf16", 4_718_592, 1_327_104),
+    ("mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32 --dtype fp8_e4m3", 2_359_296, 1_327_104),
+    ("mha --layers 16 --kv-heads 2 --head-dim 256 --tokens 64 --dtype fp8_e4m3", 1_048_576, 589_824),
+    ("mla --layers 1 --tokens 64 --index-buffers 1 --index-page-bytes 8448", 82_176, 29_184),
+    ("mla --layers 1 --latent-dim 32 --rope-dim 0 --tokens 5 --lossless-bytes 68 --lossless-bytes 7", 395, 176),
+    ("mla --layers 79 --dtype fp8_e4m3 --index-buffers 22 --index-page-bytes 8448", 3_098_112, 1_824_000),
+    ("mla --layers 61 --dtype fp8_e4m3 --index-buffers 61", 2_764_032, 1_780_224),
+]
+
+
+@pytest.mark.parametrize(("args", "hot", "cold"), GOLDEN)
+def test_golden_sizes(capsys: pytest.CaptureFixture[str], args: str, hot: int, cold: int) -> None:
+    got = size(capsys, f"{args} --codec nvfp4 --global-scale identity")
+    assert (got["hot_page_bytes"], got["cold_page_bytes"]) == (hot, cold)
+    assert got["ratio"] == round(hot / cold, 4)
+
+
+def test_the_default_scale_costs_one_byte_per_buffer(capsys: pytest.CaptureFixture[str]) -> None:
+    got = size(capsys, "mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32")
+    assert got["cold_page_bytes"] == 1_327_104 + 80
+    assert got["slot_bytes"] == 1_327_104 + 4096
+
+
+def test_raw_keeps_every_byte(capsys: pytest.CaptureFixture[str]) -> None:
+    got = size(capsys, "mha --layers 2 --kv-heads 2 --head-dim 64 --tokens 16 --dtype fp32 --codec raw")
+    assert got["cold_page_bytes"] == got["hot_page_bytes"] == 2 * 2 * 2 * 64 * 16 * 4
+    assert (got["ratio"], got["ratio_16bit"]) == (1.0, 0.5)
+
+
+def test_the_table_shows_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    args = "size mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32 --global-scale identity"
+    with pytest.raises(SystemExit):
+        main(args.split())
+    out = capsys.readouterr().out
+    for figure in ("4,718,592 B", "1,327,104 B", "3.5556", "147,456.0", "41,472.0", "809"):
+        assert figure in out
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ("mha --layers 0 --kv-heads 1 --head-dim 16", ("--layers", "0", "from 1 up")),
+        ("mha --layers 1 --kv-heads 1 --head-dim -16", ("--head-dim", "-16", "from 1 up")),
+        ("mla --layers 2 --index-buffers 3", ("--index-buffers 3", "--layers 2")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --lossless-bytes 0", ("--lossless-bytes 0", "from 1 up")),
+    ],
+)
+def test_bad_values_are_one_line(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["size", *args.split()])
+    captured = capsys.readouterr()
+    assert done.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    for words in named:
+        assert words in captured.err
+
+
+@pytest.mark.parametrize(
+    ("args", "named"), [("size mha --layer 3", "--layer"), ("sise", "sise"), ("--bogus", "--bogus")]
+)
+def test_unknown_words_are_named(capsys: pytest.CaptureFixture[str], args: str, named: str) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(args.split())
+    assert done.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code in (0, None)
+    assert capsys.readouterr().out.strip() == f"kvtier {__version__}"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom kvtier.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
