@@ -204,4 +204,4 @@ class StagingTier(Tier):
 
     def view(self, slot: Slot) -> memoryview:
         """The slot's bytes, `slot.nbytes` long, writable. Valid while the slot is reserved or pinned."""
-        return memoryview(self.arena)[slot.offset : slot.offset + slot.nbytes]
+        return self.arena.data[slot.offset : slot.offset + slot.nbytes]

@@ -1,0 +1,247 @@
+"""The accounting. Every page that was looked up is one hit in one tier or one miss with one reason.
+
+Counts are kept here as integers under one lock, so that a snapshot adds up; `Ledger.registry` shows the same
+numbers to Prometheus. Every series exists from the start, at 0. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.abc.tier import PutStatus, TierUsage
+from kvtier.errors import KVTierError
+
+
+class MissReason(str, Enum):
+    """Why a page that was looked up did not come from a tier."""
+
+    ABSENT = "absent"
+    EVICTED = "evicted"  # it was here, and made room for others
+    CORRUPT = "corrupt"  # its bytes did not match their checksum, or could not be decoded
+    DEADLINE = "deadline"  # it was on its way when the request started or was dropped
+    AFTER_GAP = "after_gap"  # it is here, but a page before it is not
+    NO_ROOM = "no_room"  # the host tier had no evictable page to make room for it
+    TIER_DOWN = "tier_down"  # the tier that has it failed to read it
+    SUPERSEDED = "superseded"  # the engine had it on the device by the time the request started
+
+
+class OffloadOutcome(str, Enum):
+    """What became of one page offered for offload."""
+
+    STORED = "stored"
+    EXISTS = "exists"  # already in a tier: not encoded again
+    STORED_RAW = "stored_raw"  # the codec refused it (NaN or infinity): stored without compression
+    FULL = "full"  # no room in the host tier within the deadline
+    TOO_LARGE = "too_large"
+    FAILED = "failed"  # an error, logged
+    CLOSED = "closed"
+
+
+class Direction(str, Enum):
+    OFFLOAD = "offload"
+    ONBOARD = "onboard"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """Totals since the ledger was made. ``lookups == sum(hits.values()) + sum(misses.values())``.
+
+    Bytes are of pages whose encode or decode completed: `hot_bytes` as they lie in the engine's cache,
+    `hot_bytes_16bit` with attention values counted at 16 bits, `cold_bytes` as stored; keys are directions.
+    """
+
+    lookups: int
+    hits: dict[str, int]
+    misses: dict[str, int]
+    lookup_polls: int
+    offloads: dict[str, int]
+    hot_bytes: dict[str, int]
+    hot_bytes_16bit: dict[str, int]
+    cold_bytes: dict[str, int]
+    spills: dict[str, dict[str, int]]
+    load_failures: int
+    errors: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+ERROR_SITES = ("lookup", "load", "offload", "promote", "spill", "engine", "http")
+"""Places where an error is caught so that the engine keeps serving; each is a label of `kvtier_errors_total`."""
+
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Ledger(Collector):
+    """One per connector or server. `tiers` are the names that hits can be counted under, fastest first."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        if not tiers or len(set(tiers)) != len(tiers):
+            raise KVTierError(f"a ledger needs distinct tier names, got {list(tiers)}")
+        self._lock = threading.Lock()
+        self.tiers = tuple(tiers)
+        self._lookups = 0
+        self._polls = 0
+        self._load_failures = 0
+        self._hits = dict.fromkeys(tiers, 0)
+        self._misses = {r.value: 0 for r in MissReason}
+        self._offloads = {o.value: 0 for o in OffloadOutcome}
+        self._hot = {d.value: 0 for d in Direction}
+        self._hot_16bit = {d.value: 0 for d in Direction}
+        self._cold = {d.value: 0 for d in Direction}
+        self._spills = {t: {s.value: 0 for s in PutStatus} for t in tiers[1:]}
+        self._errors = dict.fromkeys(ERROR_SITES, 0)
+        self._usages: dict[str, Callable[[], TierUsage]] = {}
+
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._codec_seconds = self._histogram("kvtier_codec_seconds", "Time of one codec call on a batch of pages", "op")
+        self._tier_seconds = self._histogram(
+            "kvtier_tier_seconds", "Time of one tier call on a batch of pages", "tier", "op"
+        )
+        self._engine_seconds = self._histogram(
+            "kvtier_engine_thread_seconds", "Time taken from the engine's own thread, per call", "call"
+        )
+        for op in ("encode", "decode", "verify"):
+            self._codec_seconds.labels(op)
+        for tier in tiers:
+            for op in ("get", "put"):
+                self._tier_seconds.labels(tier, op)
+        for call in ("lookup", "load", "offload"):
+            self._engine_seconds.labels(call)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=_SECONDS, registry=self.registry)
+
+    def watch(self, tier: str, usage: Callable[[], TierUsage]) -> None:
+        """Show `usage()` of `tier` among the metrics."""
+        with self._lock:
+            self._usages[tier] = usage
+
+    def settle(self, hits: Mapping[str, int], misses: Mapping[MissReason, int]) -> None:
+        """Count the pages of one request, once, when it starts or is dropped."""
+        with self._lock:
+            for tier, n in hits.items():
+                self._hits[tier] += n
+                self._lookups += n
+            for reason, n in misses.items():
+                self._misses[reason.value] += n
+                self._lookups += n
+
+    def polled(self) -> None:
+        """Count a repeated lookup of a request whose pages are already known."""
+        with self._lock:
+            self._polls += 1
+
+    def offloaded(self, outcomes: Mapping[OffloadOutcome, int]) -> None:
+        with self._lock:
+            for outcome, n in outcomes.items():
+                self._offloads[outcome.value] += n
+
+    def moved(self, direction: Direction, *, hot: int, hot_16bit: int, cold: int) -> None:
+        """Count the bytes of pages that were encoded and committed, or decoded."""
+        with self._lock:
+            self._hot[direction.value] += hot
+            self._hot_16bit[direction.value] += hot_16bit
+            self._cold[direction.value] += cold
+
+    def spilled(self, tier: str, statuses: Sequence[PutStatus]) -> None:
+        with self._lock:
+            for status in statuses:
+                self._spills[tier][status.value] += 1
+
+    def load_failed(self) -> None:
+        """Count a load that failed after it had started."""
+        with self._lock:
+            self._load_failures += 1
+
+    def error(self, site: str) -> None:
+        """Count an exception that was caught at `site` (one of ERROR_SITES) and logged there."""
+        with self._lock:
+            self._errors[site] += 1
+
+    def time_codec(self, op: str, seconds: float) -> None:
+        self._codec_seconds.labels(op).observe(seconds)
+
+    def time_tier(self, tier: str, op: str, seconds: float) -> None:
+        self._tier_seconds.labels(tier, op).observe(seconds)
+
+    def time_engine(self, call: str, seconds: float) -> None:
+        """Time spent on the engine's own thread in `call`: lookup, load or offload."""
+        self._engine_seconds.labels(call).observe(seconds)
+
+    def snapshot(self) -> LedgerSnapshot:
+        with self._lock:
+            return LedgerSnapshot(
+                lookups=self._lookups,
+                hits=dict(self._hits),
+                misses=dict(self._misses),
+                lookup_polls=self._polls,
+                offloads=dict(self._offloads),
+                hot_bytes=dict(self._hot),
+                hot_bytes_16bit=dict(self._hot_16bit),
+                cold_bytes=dict(self._cold),
+                spills={t: dict(s) for t, s in self._spills.items()},
+                load_failures=self._load_failures,
+                errors=dict(self._errors),
+            )
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus. Names and labels are part of the interface (`docs/metrics.md`)."""
+        s = self.snapshot()
+        yield _counter("kvtier_lookups", "Pages looked up", s.lookups)
+        yield _counter("kvtier_lookup_polls", "Repeated lookups of a waiting request", s.lookup_polls)
+        yield _counters("kvtier_hits", "Pages found, by the tier they came from", "tier", s.hits)
+        yield _counters("kvtier_misses", "Pages not found, by reason", "reason", s.misses)
+        yield _counters("kvtier_offload_pages", "Pages offered for offload, by outcome", "outcome", s.offloads)
+        yield _counters("kvtier_hot_bytes", "Bytes of moved pages in the engine's cache", "direction", s.hot_bytes)
+        yield _counters("kvtier_cold_bytes", "Bytes of moved pages as stored", "direction", s.cold_bytes)
+        yield _counter("kvtier_load_failures", "Loads that failed after their start", s.load_failures)
+        yield _counters("kvtier_errors", "Exceptions caught so that the engine keeps serving", "site", s.errors)
+        spills = CounterMetricFamily("kvtier_spill_pages", "Pages written to lower tiers", labels=["tier", "status"])
+        for tier, statuses in s.spills.items():
+            for status, n in statuses.items():
+                spills.add_metric([tier, status], n)
+        yield spills
+        yield from self._collect_usage()
+
+    def _collect_usage(self) -> Iterator[Metric]:
+        with self._lock:
+            watched = dict(self._usages)
+        usages = {tier: usage() for tier, usage in watched.items()}
+        gauges = {"capacity_bytes": "Capacity", "used_bytes": "Bytes in use", "resident_pages": "Pages resident"}
+        for field, text in gauges.items():
+            gauge = GaugeMetricFamily(f"kvtier_tier_{field}", text, labels=["tier"])
+            for tier, usage in usages.items():
+                gauge.add_metric([tier], getattr(usage, field))
+            yield gauge
+        counts = {
+            "recovered_pages": "Pages found on opening",
+            "stored_pages": "Pages stored",
+            "evicted_pages": "Pages evicted",
+            "deleted_pages": "Pages deleted",
+            "quarantined_pages": "Pages removed because they were bad",
+            "put_bytes": "Bytes written",
+            "get_bytes": "Bytes read",
+        }
+        for field, text in counts.items():
+            yield _counters(f"kvtier_tier_{field}", text, "tier", {t: getattr(u, field) for t, u in usages.items()})
+
+
+def _counter(name: str, text: str, value: int) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

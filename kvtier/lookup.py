@@ -1,0 +1,114 @@
+"""What one request asked for, and how far it has come: the pages it found, pinned, and those on their way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.abc.tier import PageMeta, Slot
+from kvtier.ledger import MissReason
+
+Pin = tuple[Slot, PageMeta]
+
+
+class Lookup:
+    """The pages of one request, in prefix order. Made by `TieredStore.lookup`, guarded by the store's lock.
+
+    A page is pinned in the host tier (`pins[i]`), loading (its key is in `loading`), or missing (`misses[i]`).
+    `origins[i]` names the tier it was found in, where that is not the host tier.
+    """
+
+    __slots__ = ("asked", "deadline", "held", "keys", "loading", "misses", "origins", "pins", "request_id", "superseded")
+
+    def __init__(self, request_id: str, deadline_s: float) -> None:
+        self.request_id = request_id
+        self.keys: list[bytes] = []
+        self.pins: list[Pin | None] = []
+        self.origins: dict[int, str] = {}
+        self.loading: dict[bytes, int] = {}
+        self.misses: dict[int, MissReason] = {}
+        self.superseded: Counter[MissReason] = Counter()
+        self.asked = time.monotonic()
+        self.deadline = self.asked + deadline_s
+        self.held = False
+
+    @property
+    def ready_pages(self) -> int:
+        """Length of the prefix that is verified and pinned in host memory."""
+        return next((i for i, pin in enumerate(self.pins) if pin is None), len(self.pins))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a page that would extend the ready prefix is on its way, and in time."""
+        if not self.loading:
+            return False
+        ready = self.ready_pages
+        return ready < len(self.keys) and self.keys[ready] in self.loading and time.monotonic() < self.deadline
+
+    def ready_slots(self, pages: int) -> list[Pin]:
+        """The pins of the first `pages` pages, which must be ready."""
+        pins = [pin for pin in self.pins[:pages] if pin is not None]
+        if len(pins) != pages:
+            raise ValueError(f"{pages} pages asked of request {self.request_id!r}, {self.ready_pages} are ready")
+        return pins
+
+    def restored_from(self, host: str, pages: int) -> dict[str, int]:
+        """Pages of the first `pages` by the tier they were found in."""
+        return dict(Counter(self.origins.get(i, host) for i in range(pages)))
+
+    def tally(self, host: str) -> tuple[Counter[str], Counter[MissReason]]:
+        """Hits by tier and misses by reason: every page that was ever asked for, exactly once."""
+        hits: Counter[str] = Counter()
+        misses = Counter(self.superseded)
+        ready = self.ready_pages
+        for i, (key, pin) in enumerate(zip(self.keys, self.pins, strict=True)):
+            if i < ready:
+                hits[self.origins.get(i, host)] += 1
+            elif pin is not None:
+                misses[MissReason.AFTER_GAP] += 1
+            elif key in self.loading:
+                misses[MissReason.DEADLINE] += 1
+            else:
+                misses[self.misses[i]] += 1
+        return hits, misses
+
+    def replace(self, keys: Sequence[bytes]) -> list[Slot]:
+        """Ask for `keys` instead. Pages asked before and not now are counted as superseded, and their pins returned for
+        release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
+        old = {key: i for i, key in enumerate(self.keys)}
+        pins, origins, misses, loading = self.pins, self.origins, self.misses, self.loading
+        self.keys = list(keys)
+        self.pins, self.origins, self.misses, self.loading = [None] * len(keys), {}, {}, {}
+        for i, key in enumerate(self.keys):
+            j = old.pop(key, -1)
+            if j < 0:
+                continue
+            self.pins[i] = pins[j]
+            if j in origins:
+                self.origins[i] = origins[j]
+            if j in misses:
+                self.misses[i] = misses[j]
+            if key in loading:
+                self.loading[key] = i
+        released = []
+        for j in old.values():
+            self.superseded[misses.get(j, MissReason.SUPERSEDED)] += 1
+            pin = pins[j]
+            if pin is not None:
+                released.append(pin[0])
+        return released
+
+    def unknown(self) -> list[int]:
+        """Indices of pages that were not classified yet."""
+        return [
+            i
+            for i, (key, pin) in enumerate(zip(self.keys, self.pins, strict=True))
+            if pin is None and i not in self.misses and key not in self.loading
+        ]
+
+    def fail(self, index: int, reason: MissReason) -> Slot | None:
+        """Turn page `index` into a miss; returns the pin to release."""
+        pin, self.pins[index] = self.pins[index], None
+        self.misses[index] = reason
+        return None if pin is None else pin[0]

@@ -1,0 +1,385 @@
+"""PageMover: moves an engine's pages between its hot pool and a TieredStore, encoded on the way out, decoded on the
+way in. Worker threads do the work; a caller's thread only queues it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.tier import PageMeta, PutStatus, Slot
+from kvtier.codecs.registry import codec_for_form, make_codec
+from kvtier.errors import SpecError
+from kvtier.hot import HotPool
+from kvtier.kernels.integrity import verify_pages
+from kvtier.keys import CodecPolicy, Namespace, seed_of
+from kvtier.ledger import Direction, OffloadOutcome
+from kvtier.lookup import Lookup, Pin
+from kvtier.spec import BufferSpec, ColdLayout, PageSpec
+from kvtier.store import TieredStore
+from kvtier.workers import WorkerPool
+
+_log = logging.getLogger(__name__)
+
+_BATCH_PAGES = 16
+_OUTCOME_OF = {
+    PutStatus.EXISTS: OffloadOutcome.EXISTS,
+    PutStatus.FULL: OffloadOutcome.FULL,
+    PutStatus.TOO_LARGE: OffloadOutcome.TOO_LARGE,
+}
+T = TypeVar("T")
+
+
+class Ticket(Generic[T]):
+    """The result of queued work, once it is there. Unlike a Future it cannot be cancelled: its memory is in use."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: T | None = None
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """The result; TimeoutError if it is not there in time."""
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"not finished within {timeout_s} s")
+        return self._value  # type: ignore[return-value]  # set before the event is
+
+    def finish(self, value: T) -> None:
+        self._value = value
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadResult:
+    """Pages by outcome; `ok` if every page is in a tier now."""
+
+    outcomes: dict[OffloadOutcome, int]
+
+    @property
+    def ok(self) -> bool:
+        good = (OffloadOutcome.STORED, OffloadOutcome.STORED_RAW, OffloadOutcome.EXISTS)
+        return all(outcome in good for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class OnboardResult:
+    """`failed_pages`: indices that were found bad after the load had started; empty when all is well. When it is not
+    empty, or `error` is set, the hot pages hold garbage and must not be used."""
+
+    failed_pages: tuple[int, ...]
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed_pages and self.error is None
+
+
+class PageMover:
+    """Binds a store to one engine's page geometry, namespace and codec. Thread-safe; close it before the store.
+
+    offload_wait_s: how long a worker waits for room in the host tier before it drops pages (counted).
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        spec: PageSpec,
+        namespace: Namespace,
+        codec: Codec,
+        *,
+        workers: int = 2,
+        offload_wait_s: float = 5.0,
+    ) -> None:
+        if namespace.spec != spec.fingerprint.hex():
+            raise SpecError("the namespace was made for another page geometry; build it from this PageSpec")
+        if namespace.codec != policy_of(codec).encoded():
+            raise SpecError(f"the namespace was made for codec policy {namespace.codec}, not {policy_of(codec).encoded()}")
+        self.store = store
+        self.spec = spec
+        self.namespace = namespace
+        self._codec = codec
+        self._raw = make_codec("raw")
+        self._layouts: dict[int, ColdLayout] = {}
+        self._ledger = store.ledger
+        self._offload_wait_s = offload_wait_s
+        self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
+        self._in = WorkerPool("kvtier-onboard", workers, partial(self._worker_error, "load"))
+
+    def layout(self, codec: Codec) -> ColdLayout:
+        """The cold layout of this mover's pages in `codec`'s form."""
+        layout = self._layouts.get(codec.form)
+        if layout is None:
+            layout = self._layouts[codec.form] = codec.layout(self.spec)
+        return layout
+
+    # -- offload -----------------------------------------------------------------------------------------------------
+
+    def offload(
+        self,
+        pool: HotPool,
+        page_hashes: Sequence[bytes],
+        page_ids: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        valid_tokens: Sequence[int] | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Ticket[OffloadResult]:
+        """Queue pages for storage; returns at once. `page_hashes[i]` is the engine's own hash of pool page
+        `page_ids[i]`. A worker calls `ready()` before the first read of the pool. The pages must not change until the
+        ticket is done. Errors end in the ticket's outcomes, never in an exception."""
+        ticket: Ticket[OffloadResult] = Ticket()
+        job = partial(self._offload, ticket, pool, page_hashes, page_ids, valid_tokens, ready)
+        if not self._out.submit(job):
+            self._finish_offload(ticket, Counter({OffloadOutcome.CLOSED: len(page_hashes)}))
+        return ticket
+
+    def _offload(
+        self,
+        ticket: Ticket[OffloadResult],
+        pool: HotPool,
+        page_hashes: Sequence[bytes],
+        page_ids: Sequence[int] | npt.NDArray[np.int64],
+        valid_tokens: Sequence[int] | None,
+        ready: Callable[[], None] | None,
+    ) -> None:
+        outcomes: Counter[OffloadOutcome] = Counter()
+        try:
+            if ready is not None:
+                ready()
+            keys = self.namespace.page_keys(page_hashes)
+            ids = np.asarray(page_ids, dtype=np.int64)
+            if valid_tokens is None:
+                valid = np.full(len(ids), self.spec.page_tokens, dtype=np.int32)
+            else:
+                valid = np.asarray(valid_tokens, dtype=np.int32)
+            below = self.store.known_below(keys)
+            fresh = [i for i, known in enumerate(below) if not known]
+            outcomes[OffloadOutcome.EXISTS] += len(keys) - len(fresh)
+            for at in range(0, len(fresh), _BATCH_PAGES):
+                outcomes += self._encode(self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES])
+        except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
+            self._worker_error("offload", error)
+        finally:
+            outcomes[OffloadOutcome.FAILED] += len(page_hashes) - outcomes.total()
+            self._finish_offload(ticket, +outcomes)
+
+    def _encode(
+        self,
+        codec: Codec,
+        pool: HotPool,
+        keys: Sequence[bytes],
+        origins: Sequence[bytes],
+        ids: npt.NDArray[np.int64],
+        valid: npt.NDArray[np.int32],
+        pages: list[int],
+    ) -> Counter[OffloadOutcome]:
+        layout = self.layout(codec)
+        outcomes: Counter[OffloadOutcome] = Counter()
+        give_up = time.monotonic() + self._offload_wait_s
+        while pages:
+            wait_s = max(0.0, give_up - time.monotonic())
+            answers = self.store.reserve([keys[i] for i in pages], [layout.cold_page_bytes] * len(pages), wait_s)
+            slots = {i: a for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)}
+            refused = self._fill(codec, layout, pool, keys, origins, ids, valid, slots)
+            outcomes[OffloadOutcome.STORED_RAW if codec is self._raw else OffloadOutcome.STORED] += len(slots) - len(refused)
+            if refused:
+                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, refused)
+            again = []
+            for i, answer in zip(pages, answers, strict=True):
+                if answer is PutStatus.FULL and slots:
+                    again.append(i)
+                elif isinstance(answer, PutStatus):
+                    outcomes[_OUTCOME_OF[answer]] += 1
+            pages = again
+        return outcomes
+
+    def _fill(
+        self,
+        codec: Codec,
+        layout: ColdLayout,
+        pool: HotPool,
+        keys: Sequence[bytes],
+        origins: Sequence[bytes],
+        ids: npt.NDArray[np.int64],
+        valid: npt.NDArray[np.int32],
+        slots: dict[int, Slot],
+    ) -> list[int]:
+        """Encode pages into their slots and commit them; returns the pages that the codec refused."""
+        if not slots:
+            return []
+        pages = list(slots)
+        committed = False
+        try:
+            start = time.perf_counter()
+            result = codec.encode(
+                layout,
+                pool,
+                ids[pages],
+                valid[pages],
+                self.store.host.arena,
+                np.array([slots[i].offset for i in pages], dtype=np.int64),
+                np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64),
+            )
+            self._ledger.time_codec("encode", time.perf_counter() - start)
+            refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
+            good = [i for i in pages if i not in set(refused)]
+            sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
+            metas = [
+                PageMeta(
+                    layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self.spec.fingerprint, origins[i]
+                )
+                for i in good
+            ]
+            if refused:
+                self.store.abort([keys[i] for i in refused], [slots[i] for i in refused])
+            committed = True
+            self.store.commit([keys[i] for i in good], [slots[i] for i in good], metas)
+            self._count_moved(Direction.OFFLOAD, metas)
+            return refused
+        finally:
+            if not committed:
+                self.store.abort([keys[i] for i in pages], [slots[i] for i in pages])
+
+    def _finish_offload(self, ticket: Ticket[OffloadResult], outcomes: Counter[OffloadOutcome]) -> None:
+        self._ledger.offloaded(outcomes)
+        ticket.finish(OffloadResult(dict(outcomes)))
+
+    # -- onboard -----------------------------------------------------------------------------------------------------
+
+    def onboard(
+        self,
+        lookup: Lookup,
+        pool: HotPool,
+        page_ids: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        skip: int = 0,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Ticket[OnboardResult]:
+        """Queue the load of ready pages ``[skip, skip + len(page_ids))`` of `lookup` into pool pages `page_ids`; returns
+        at once. They stay pinned until `TieredStore.settle`. A worker verifies every page, then decodes layer by layer and
+        calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad is quarantined and becomes a
+        miss; nothing of the load may then be used."""
+        pins = lookup.ready_slots(skip + len(page_ids))[skip:]
+        self.store.hold(lookup)
+        ticket: Ticket[OnboardResult] = Ticket()
+        job = partial(self._onboard, ticket, lookup, pins, skip, pool, page_ids, on_layer)
+        if not self._in.submit(job):
+            ticket.finish(OnboardResult((), "closed"))
+        return ticket
+
+    def _onboard(
+        self,
+        ticket: Ticket[OnboardResult],
+        lookup: Lookup,
+        pins: list[Pin],
+        skip: int,
+        pool: HotPool,
+        page_ids: Sequence[int] | npt.NDArray[np.int64],
+        on_layer: Callable[[int], None] | None,
+    ) -> None:
+        result = OnboardResult((), "not run")
+        try:
+            bad = self._find_bad(lookup, pins, skip)
+            if bad:
+                for i in bad:
+                    self.store.fail(lookup, skip + i)
+                self._ledger.load_failed()
+                result = OnboardResult(tuple(skip + i for i in bad), "stored pages do not match their checksums")
+                return
+            self._decode(pins, pool, np.asarray(page_ids, dtype=np.int64), on_layer)
+            self._count_moved(Direction.ONBOARD, [meta for _, meta in pins])
+            result = OnboardResult(())
+        except Exception as error:  # noqa: BLE001 - reported to the engine through the ticket
+            self._worker_error("load", error)
+            self._ledger.load_failed()
+            result = OnboardResult((), f"{type(error).__name__}: {error}")
+        finally:
+            ticket.finish(result)
+
+    def _find_bad(self, lookup: Lookup, pins: list[Pin], skip: int) -> list[int]:
+        start = time.perf_counter()
+        good = verify_pages(
+            self.store.host.arena,
+            np.array([slot.offset for slot, _ in pins], dtype=np.int64),
+            np.array([meta.nbytes for _, meta in pins], dtype=np.int64),
+            np.array([seed_of(key) for key in lookup.keys[skip : skip + len(pins)]], dtype=np.uint64),
+            np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
+        )
+        self._ledger.time_codec("verify", time.perf_counter() - start)
+        fingerprint = self.spec.fingerprint
+        return [i for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True)) if not ok or meta.spec != fingerprint]
+
+    def _decode(
+        self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None
+    ) -> None:
+        groups = []
+        for form in sorted({meta.form for _, meta in pins}):
+            members = [i for i, (_, meta) in enumerate(pins) if meta.form == form]
+            codec = codec_for_form(form)
+            groups.append(
+                (
+                    codec,
+                    self.layout(codec),
+                    ids[members],
+                    np.array([pins[i][1].valid_tokens for i in members], dtype=np.int32),
+                    np.array([pins[i][0].offset for i in members], dtype=np.int64),
+                )
+            )
+        start = time.perf_counter()
+        for number, buffers in enumerate(_buffers_by_layer(self.spec.buffers)):
+            for codec, layout, page_ids, valid, offsets in groups:
+                codec.decode(layout, pool, page_ids, valid, self.store.host.arena, offsets, buffers)
+            if on_layer is not None:
+                on_layer(number)
+        self._ledger.time_codec("decode", time.perf_counter() - start)
+
+    # -- house-keeping -----------------------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything queued has ended; False on timeout."""
+        return self._out.drain(timeout_s) and self._in.drain(timeout_s)
+
+    def close(self, timeout_s: float = 1.5) -> None:
+        """Take no more work and let what is queued end, for at most `timeout_s`. Does not close the store."""
+        give_up = time.monotonic() + timeout_s
+        for pool in (self._in, self._out):
+            if not pool.close(max(0.05, give_up - time.monotonic())):
+                _log.warning("closed while pages were still moving")
+
+    def _count_moved(self, direction: Direction, metas: Sequence[PageMeta]) -> None:
+        self._ledger.moved(
+            direction,
+            hot=self.spec.hot_page_bytes * len(metas),
+            hot_16bit=self.spec.hot_page_bytes_16bit * len(metas),
+            cold=sum(meta.nbytes for meta in metas),
+        )
+
+    def _worker_error(self, site: str, error: BaseException) -> None:
+        self._ledger.error(site)
+        _log.error("%s failed: %s", site, error, exc_info=error)
+
+
+def policy_of(codec: Codec) -> CodecPolicy:
+    """The codec's part of a namespace."""
+    return CodecPolicy(codec.id, codec.version, codec.config)
+
+
+def _buffers_by_layer(buffers: Sequence[BufferSpec]) -> list[range]:
+    """Index ranges of the buffers of each layer, in order."""
+    ranges: list[range] = []
+    start = 0
+    for i in range(1, len(buffers) + 1):
+        if i == len(buffers) or buffers[i].layer != buffers[start].layer:
+            ranges.append(range(start, i))
+            start = i
+    return ranges

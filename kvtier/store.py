@@ -1,0 +1,385 @@
+"""TieredStore: one host tier that codecs write into and read from, and lower tiers behind it.
+
+Writing: reserve -> fill -> commit; committed pages are written through to every lower tier in the background and stay
+pinned until that is done. Reading: `lookup` pins what the host tier has and starts the promotion of what lower tiers
+have; only verified, host-resident, pinned pages are ever called ready. Threads: every method may be called from any
+thread; `lookup` and `settle` never do input or output, so an engine's own thread can call them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from kvtier.abc.tier import SLOT_ALIGN, GetStatus, PageMeta, PutItem, PutStatus, Removal, Slot, StagingTier, Tier
+from kvtier.errors import ClosedError, ConfigError
+from kvtier.ledger import Ledger, MissReason
+from kvtier.lookup import Lookup
+from kvtier.workers import WorkerPool
+
+_log = logging.getLogger(__name__)
+
+_PROMOTE_BATCH = 16
+_REMEMBERED_EVICTIONS = 65536
+_MISS_OF = {
+    GetStatus.CORRUPT: MissReason.CORRUPT,
+    GetStatus.FAILED: MissReason.TIER_DOWN,
+    GetStatus.DEADLINE: MissReason.DEADLINE,
+}
+
+
+class TieredStore:
+    """See the module's docstring.
+
+    promote_deadline_s: how long after its first lookup a request may still gain promoted pages. lease_s: a request that
+    was looked up and neither polled nor held for this long loses its pins when room is needed; None: never by a clock
+    (several ranks, which must answer alike).
+    """
+
+    def __init__(
+        self,
+        host: StagingTier,
+        lower: Sequence[Tier] = (),
+        ledger: Ledger | None = None,
+        *,
+        promote_deadline_s: float = 2.0,
+        lease_s: float | None = 30.0,
+        promote_threads: int = 2,
+    ) -> None:
+        names = [host.name, *(t.name for t in lower)]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"tiers = {names}: every tier needs a name of its own")
+        self.host = host
+        self.lower = tuple(lower)
+        self.ledger = ledger if ledger is not None else Ledger(names)
+        if self.ledger.tiers != tuple(names):
+            raise ConfigError(f"the ledger counts tiers {list(self.ledger.tiers)}, the store has {names}")
+        self._promote_deadline_s = promote_deadline_s
+        self._lease_s = lease_s
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._lookups: dict[str, Lookup] = {}
+        self._promoting: dict[bytes, list[Lookup]] = {}
+        self._evicted: dict[bytes, None] = {}
+        self._evicted_lock = threading.Lock()
+        self._room = threading.Condition()
+        self._closed = False
+        self._promoter = WorkerPool("kvtier-promote", promote_threads, partial(self._worker_error, "promote"))
+        self._spillers = {t.name: WorkerPool(f"kvtier-spill-{t.name}", 1, partial(self._worker_error, "spill")) for t in lower}
+        for tier in (host, *lower):
+            self.ledger.watch(tier.name, tier.usage)
+            tier.set_removal_listener(self._removed)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def known_below(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether a local lower tier already has each page. Index only."""
+        known = [False] * len(keys)
+        for tier in self.lower:
+            if not tier.capabilities.shared:
+                known = [a or b for a, b in zip(known, tier.contains_many(keys), strict=True)]
+        return known
+
+    def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int], wait_s: float = 0.0) -> list[Slot | PutStatus]:
+        """Host slots to fill, or why not. With `wait_s` it waits that long for pages being spilled to become evictable:
+        for worker threads only. Every Slot must be given to `commit` or `abort`."""
+        self._check_open()
+        answers = self.host.reserve_many(keys, nbytes)
+        give_up = time.monotonic() + wait_s
+        while not self._closed and any(a is PutStatus.FULL for a in answers):
+            self._drop_expired()
+            full = [i for i, a in enumerate(answers) if a is PutStatus.FULL]
+            for i, answer in zip(
+                full, self.host.reserve_many([keys[i] for i in full], [nbytes[i] for i in full]), strict=True
+            ):
+                answers[i] = answer
+            left = give_up - time.monotonic()
+            if left <= 0:
+                break
+            if any(a is PutStatus.FULL for a in answers):
+                if any(isinstance(a, Slot) for a in answers):
+                    break  # two writers that hold slots and wait for more would starve each other
+                with self._room:
+                    self._room.wait(min(left, 0.05))
+        return answers
+
+    def commit(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
+        """Publish filled slots, and write them through to the lower tiers in the background."""
+        if not keys:
+            return
+        self.host.commit_many(keys, slots, metas)
+        for tier in self.lower:
+            pins = zip(keys, self.host.pin_many(keys), strict=True)
+            items = [(key, pin[1], pin[0]) for key, pin in pins if pin is not None]
+            if not self._spillers[tier.name].submit(partial(self._spill, tier, items)):
+                self._unpin([slot for _, _, slot in items])
+        self._unpin(slots)
+
+    def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Give reserved slots back; nothing becomes visible."""
+        self.host.abort_many(keys, slots)
+        self._notify_room()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every committed page was offered to every lower tier; False on timeout."""
+        return all([spiller.drain(timeout_s) for spiller in self._spillers.values()])
+
+    def _spill(self, tier: Tier, items: list[tuple[bytes, PageMeta, Slot]]) -> None:
+        try:
+            puts = [PutItem(key, meta, self._padded(slot, meta.nbytes), padded=True) for key, meta, slot in items]
+            start = time.perf_counter()
+            statuses = tier.put_many(puts)
+            self.ledger.time_tier(tier.name, "put", time.perf_counter() - start)
+            self.ledger.spilled(tier.name, statuses)
+        finally:
+            self._unpin([slot for _, _, slot in items])
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, request_id: str, keys: Sequence[bytes]) -> Lookup:
+        """Find the pages of a request, pin those in the host tier and start the promotion of those below it.
+
+        Asking again refreshes the lease; asking for other keys keeps what is still asked for. Index only: no input or
+        output on this thread. `settle` must follow when the request starts or is dropped."""
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"request {request_id!r} asks for the same page twice")
+        with self._lock:
+            self._check_open()
+            lookup = self._lookups.get(request_id)
+            if lookup is None:
+                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s)
+            else:
+                self.ledger.polled()
+                lookup.asked = time.monotonic()
+                if lookup.keys == keys:
+                    return lookup
+            self._unpin(lookup.replace(keys))
+            self._classify(lookup)
+            return lookup
+
+    def hold(self, lookup: Lookup) -> None:
+        """The request is being loaded: its pins no longer expire."""
+        lookup.held = True
+
+    def wait(self, lookup: Lookup, timeout_s: float | None = None) -> int:
+        """Block until nothing more can extend the ready prefix (or `timeout_s`); returns the ready pages. For callers
+        that have a thread to block."""
+        give_up = lookup.deadline if timeout_s is None else min(lookup.deadline, time.monotonic() + timeout_s)
+        with self._changed:
+            while lookup.pending and (left := give_up - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return lookup.ready_pages
+
+    def fail(self, lookup: Lookup, index: int, reason: MissReason = MissReason.CORRUPT) -> None:
+        """Page `index` turned out bad while it was loaded: it becomes a miss and leaves the host tier."""
+        with self._lock:
+            slot = lookup.fail(index, reason)
+            self.host.delete_many([lookup.keys[index]], Removal.QUARANTINED)
+            if slot is not None:
+                self._unpin([slot])
+
+    def settle(self, request_id: str) -> None:
+        """The request started and its loads ended, or it was dropped: count its pages, release its pins. Idempotent."""
+        with self._lock:
+            lookup = self._lookups.pop(request_id, None)
+            if lookup is None:
+                return
+            hits, misses = lookup.tally(self.host.name)
+            for key in lookup.loading:
+                waiting = self._promoting.get(key)
+                if waiting is not None and lookup in waiting:
+                    waiting.remove(lookup)
+            lookup.loading = {}
+            slots = [pin[0] for pin in lookup.pins if pin is not None]
+            lookup.pins = [None] * len(lookup.keys)
+            self.ledger.settle(hits, misses)
+        self._unpin(slots)
+
+    def open_requests(self) -> list[str]:
+        """Requests that were looked up and not settled."""
+        with self._lock:
+            return list(self._lookups)
+
+    def _classify(self, lookup: Lookup) -> None:
+        unknown = lookup.unknown()
+        for i, pin in zip(unknown, self.host.pin_many([lookup.keys[i] for i in unknown]), strict=True):
+            lookup.pins[i] = pin
+        below = self._find_below([(i, lookup.keys[i]) for i in unknown if lookup.pins[i] is None])
+        reach = next(
+            (i for i, key in enumerate(lookup.keys)
+             if lookup.pins[i] is None and i not in below and key not in lookup.loading),
+            len(lookup.keys),
+        )  # fmt: skip
+        promote: dict[str, list[bytes]] = {}
+        released = []
+        for i in unknown:
+            key = lookup.keys[i]
+            if i > reach and (lookup.pins[i] is not None or i in below):
+                slot = lookup.fail(i, MissReason.AFTER_GAP)
+                if slot is not None:
+                    released.append(slot)
+            elif lookup.pins[i] is not None:
+                continue
+            elif i in below:
+                lookup.origins[i] = below[i]
+                lookup.loading[key] = i
+                waiting = self._promoting.get(key)
+                if waiting is None:
+                    self._promoting[key] = [lookup]
+                    promote.setdefault(below[i], []).append(key)
+                else:
+                    waiting.append(lookup)
+            else:
+                lookup.misses[i] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
+        self._unpin(released)
+        for name, keys in promote.items():
+            for at in range(0, len(keys), _PROMOTE_BATCH):
+                batch = keys[at : at + _PROMOTE_BATCH]
+                if not self._promoter.submit(partial(self._promote, name, batch)):
+                    self._arrived(dict.fromkeys(batch, MissReason.DEADLINE))
+
+    def _find_below(self, pages: list[tuple[int, bytes]]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for tier in self.lower:
+            left = [(i, key) for i, key in pages if i not in found]
+            for (i, _), has in zip(left, tier.contains_many([key for _, key in left]), strict=True):
+                if has:
+                    found[i] = tier.name
+        return found
+
+    def _promote(self, name: str, keys: list[bytes]) -> None:
+        """Read pages of one lower tier into host slots, verified; runs in a worker."""
+        outcome: dict[bytes, MissReason | None] = dict.fromkeys(keys, MissReason.TIER_DOWN)
+        try:
+            start = next(i for i, tier in enumerate(self.lower) if tier.name == name)
+            left = keys
+            for tier in self.lower[start:]:
+                outcome.update(self._read(tier, left))
+                left = [key for key in left if outcome[key] not in (None, MissReason.NO_ROOM)]
+                if not left:
+                    break
+        finally:
+            self._arrived(outcome)
+
+    def _read(self, tier: Tier, keys: list[bytes]) -> dict[bytes, MissReason | None]:
+        outcome: dict[bytes, MissReason | None] = {}
+        here = []
+        for key, nbytes in zip(keys, tier.length_many(keys), strict=True):
+            if nbytes < 0:
+                outcome[key] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
+            else:
+                here.append((key, nbytes))
+        fill: list[tuple[bytes, Slot]] = []
+        answers = self.reserve([k for k, _ in here], [n for _, n in here], self._promote_deadline_s)
+        for (key, _), answer in zip(here, answers, strict=True):
+            if isinstance(answer, Slot):
+                fill.append((key, answer))
+            else:
+                outcome[key] = None if answer is PutStatus.EXISTS else MissReason.NO_ROOM
+        committed: list[tuple[bytes, Slot, PageMeta]] = []
+        aborted: list[tuple[bytes, Slot]] = list(fill)
+        try:
+            start = time.perf_counter()
+            outs = [self._padded(slot, slot.nbytes) for _, slot in fill]
+            results = tier.get_many_into([key for key, _ in fill], outs, self._promote_deadline_s)
+            self.ledger.time_tier(tier.name, "get", time.perf_counter() - start)
+            aborted = []
+            for (key, slot), result in zip(fill, results, strict=True):
+                if result.status is GetStatus.HIT and result.meta is not None:
+                    committed.append((key, slot, result.meta))
+                else:
+                    aborted.append((key, slot))
+                    outcome[key] = _MISS_OF.get(result.status, MissReason.ABSENT)
+        finally:
+            if aborted:
+                self.abort([k for k, _ in aborted], [s for _, s in aborted])
+        if committed:
+            self.host.commit_many([k for k, _, _ in committed], [s for _, s, _ in committed], [m for _, _, m in committed])
+            outcome.update({key: None for key, _, _ in committed})
+            self._hand_over([key for key, _, _ in committed])
+            self._unpin([slot for _, slot, _ in committed])
+        return outcome
+
+    def _hand_over(self, keys: Sequence[bytes]) -> None:
+        """Pin committed pages for the requests that wait for them, while their writer still pins them."""
+        with self._changed:
+            for key in keys:
+                for lookup in self._promoting.pop(key, ()):
+                    i = lookup.loading.pop(key)
+                    (lookup.pins[i],) = self.host.pin_many([key])
+                    if lookup.pins[i] is None:
+                        lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
+            self._changed.notify_all()
+
+    def _arrived(self, outcome: dict[bytes, MissReason | None]) -> None:
+        """End the wait for promoted pages. None: the page is, or was a moment ago, in the host tier."""
+        with self._changed:
+            for key, reason in outcome.items():
+                for lookup in self._promoting.pop(key, ()):
+                    i = lookup.loading.pop(key)
+                    if reason is None:
+                        (lookup.pins[i],) = self.host.pin_many([key])
+                    if lookup.pins[i] is None:
+                        lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
+            self._changed.notify_all()
+
+    # -- house-keeping -----------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float = 1.5) -> None:
+        """Let spills end for at most `timeout_s`, then close every tier. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            requests = list(self._lookups)
+        give_up = time.monotonic() + timeout_s
+        for pool in (self._promoter, *self._spillers.values()):
+            if not pool.close(max(0.05, give_up - time.monotonic())):
+                _log.warning("store closed while a tier was still busy: pages not yet written below are lost there")
+        for request_id in requests:
+            self.settle(request_id)
+        for tier in (self.host, *self.lower):
+            tier.set_removal_listener(None)
+            tier.close()
+
+    def _drop_expired(self) -> None:
+        if self._lease_s is None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            expired = [r for r, lk in self._lookups.items() if not lk.held and now - lk.asked > self._lease_s]
+        for request_id in expired:
+            self.settle(request_id)
+
+    def _removed(self, keys: Sequence[bytes], removal: Removal) -> None:
+        if removal is not Removal.EVICTED:
+            return
+        with self._evicted_lock:
+            for key in keys:
+                self._evicted[key] = None
+            while len(self._evicted) > _REMEMBERED_EVICTIONS:
+                del self._evicted[next(iter(self._evicted))]
+
+    def _padded(self, slot: Slot, nbytes: int) -> memoryview:
+        """The slot's first `nbytes` rounded up to the next 4 KiB, which the arena always has."""
+        return self.host.arena.data[slot.offset : slot.offset + -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN]
+
+    def _unpin(self, slots: Sequence[Slot]) -> None:
+        if slots:
+            self.host.unpin_many(slots)
+            self._notify_room()
+
+    def _notify_room(self) -> None:
+        with self._room:
+            self._room.notify_all()
+
+    def _worker_error(self, site: str, error: BaseException) -> None:
+        self.ledger.error(site)
+        _log.error("%s failed: %s", site, error, exc_info=error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed")
