@@ -1,0 +1,64 @@
+"""From a configuration block to a running store and codec. Concrete tiers are reached by name, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from kvtier.abc.codec import Codec
+from kvtier.abc.tier import StagingTier, Tier
+from kvtier.codecs.registry import make_codec
+from kvtier.config import Config, HostTierConfig, NvmeTierConfig
+from kvtier.store import TieredStore
+
+TIERS = {
+    "host": "kvtier.storage_backends.host.tier:HostTier",
+    "nvme": "kvtier.storage_backends.nvme.tier:NvmeTier",
+}
+"""Tier types by the name they have in the configuration. Adding a tier is a module and a line here."""
+
+
+def open_store(config: Config, *, shard: str = "", rank: int = 0, ranks: int = 1) -> TieredStore:
+    """Open every tier of `config` for one of `ranks` ranks of this node.
+
+    A rank takes its share of each capacity, and directories of its own: ``<path>/<shard>/rank<r>``. With several ranks
+    pins never end by a clock, since ranks must answer alike.
+    """
+    opened: list[Tier] = []
+    try:
+        for tier in config.tiers:
+            opened.append(_open_tier(tier, shard, rank, ranks))
+        return TieredStore(
+            cast(StagingTier, opened[0]),
+            opened[1:],
+            promote_deadline_s=config.promote_deadline,
+            lease_s=config.lease if ranks == 1 else None,
+        )
+    except BaseException:
+        for done in opened:
+            done.close()
+        raise
+
+
+def open_codec(config: Config) -> Codec:
+    """The codec that new pages are written with."""
+    cold_page = config.cold_page
+    if cold_page is None or cold_page.quant == "none":
+        return make_codec("raw")
+    return make_codec(cold_page.quant, global_scale=cold_page.global_scale)
+
+
+def _open_tier(config: HostTierConfig | NvmeTierConfig, shard: str, rank: int, ranks: int) -> Tier:
+    module, _, name = TIERS[config.type].partition(":")
+    make = cast(Callable[..., Tier], getattr(importlib.import_module(module), name))
+    share = config.capacity // ranks
+    if isinstance(config, HostTierConfig):
+        return make(share)
+    options: dict[str, Any] = {"io_threads": config.io_threads}
+    return make(_rank_path(config.path, shard, rank), share, **options)
+
+
+def _rank_path(path: Path, shard: str, rank: int) -> Path:
+    return path.expanduser() / (shard or "default") / f"rank{rank}"
