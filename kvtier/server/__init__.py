@@ -1,0 +1,1 @@
+"""What kvtier serves over a socket. Today: metrics and health over HTTP."""

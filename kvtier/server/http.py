@@ -1,0 +1,324 @@
+"""A small HTTP exporter, the same for every connector and for the cache server.
+
+``/metrics``  Prometheus text, or OpenMetrics where the Accept header asks for it
+``/livez``    200 while the process answers at all
+``/readyz``   200 if a real put and get just worked, else 503 with the reason
+
+It listens on the loopback address unless remote access is allowed explicitly, and then ``/metrics`` and the reason
+of ``/readyz`` need a bearer token. Orchestrators probe without credentials, so the two statuses are always answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvtier.errors import ConfigError
+
+TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
+MAX_CONNECTIONS = 16
+REQUEST_TIMEOUT_S = 5.0
+READY_TIMEOUT_S = 5.0
+READY_CACHE_S = 1.0
+"""A probe writes and reads real pages: callers cannot make it run more often than this."""
+CLOSE_TIMEOUT_S = 2.0
+
+ReadyCheck = Callable[[], str | None]
+"""Does a real put and get; returns None, or the reason why not. May raise; the error is then the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where to listen. With several ranks on one node, rank r listens on ``port + r``; port 0 takes any free one.
+
+    host: an address or name. allow_remote: must be set for anything but a loopback address, and then a token must
+    be in `token_file` or in the environment variable KVTIER_HTTP_TOKEN (never an argument: those show in `ps`).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 9404
+    allow_remote: bool = False
+    token_file: Path | None = None
+
+    def port_of(self, rank: int) -> int:
+        if rank < 0:
+            raise ConfigError(f"rank {rank}: must not be negative")
+        port = self.port + rank if self.port else 0
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"http port {self.port} + rank {rank} = {port}: choose a port from 0 to {65535 - rank}")
+        return port
+
+    def token(self) -> bytes | None:
+        """The bearer token, or None. Raises ConfigError where the file cannot be used."""
+        if self.token_file is None:
+            return os.environ.get(TOKEN_VARIABLE, "").strip().encode() or None
+        try:
+            value = self.token_file.read_bytes().strip()
+        except OSError as e:
+            raise ConfigError(f"http token_file {str(self.token_file)!r} cannot be read: {e.strerror or e}") from e
+        if not value:
+            raise ConfigError(f"http token_file {str(self.token_file)!r} is empty: put the token into it")
+        return value
+
+
+class HttpExporter:
+    """Serves `registry` and the health of this process until `close`. Starts listening in the constructor.
+
+    `port` is the port in use. All methods may be called from any thread. Raises ConfigError where the options
+    cannot work or the port is taken.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, options: HttpOptions, *, rank: int = 0, ready: ReadyCheck | None = None
+    ) -> None:
+        token = options.token()
+        if not _is_loopback(options.host):
+            if not options.allow_remote:
+                raise ConfigError(
+                    f"http host {options.host!r} is reachable from other machines: use 127.0.0.1, or set "
+                    "allow_remote: true and give a token"
+                )
+            if token is None:
+                raise ConfigError(
+                    f"http host {options.host!r} needs a token: set token_file, or the environment variable "
+                    f"{TOKEN_VARIABLE}"
+                )
+        port = options.port_of(rank)
+        state = _State(registry, token, _Readiness(ready))
+        try:
+            self._server = _Server((options.host, port), state)
+        except OSError as e:
+            raise ConfigError(_bind_message(options.host, port, rank, e)) from e
+        self.host = options.host
+        self.port = int(self._server.server_address[1])
+        self._closed = threading.Lock()
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvtier-http", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def close(self) -> None:
+        """Stop listening, cut open connections and join the threads, within 2 s. Safe to call twice."""
+        if not self._closed.acquire(blocking=False):
+            return
+        end = time.monotonic() + CLOSE_TIMEOUT_S
+        self._server.shutdown()
+        self._thread.join(max(0.0, end - time.monotonic()))
+        self._server.server_close()
+        self._server.cut_connections(end)
+
+    def __enter__(self) -> HttpExporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Readiness:
+    """Runs the check in one thread of its own, at most once at a time and once per READY_CACHE_S: a check that
+    hangs is the reason, not a hung probe."""
+
+    def __init__(self, check: ReadyCheck | None) -> None:
+        self._check = check
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._checked_at = float("-inf")
+        self._running: threading.Thread | None = None
+        self._started_at = 0.0
+
+    def reason(self) -> str | None:
+        if self._check is None:
+            return None
+        with self._lock:
+            if self._running is None:
+                if time.monotonic() - self._checked_at < READY_CACHE_S:
+                    return self._reason
+                self._started_at = time.monotonic()
+                self._running = threading.Thread(
+                    target=self._run, args=(self._check,), name="kvtier-ready", daemon=True
+                )
+                self._running.start()
+            running, started_at = self._running, self._started_at
+        running.join(max(0.0, started_at + READY_TIMEOUT_S - time.monotonic()))
+        with self._lock:
+            if running.is_alive():
+                return f"the readiness check has not ended for {time.monotonic() - started_at:.1f} s"
+            return self._reason
+
+    def _run(self, check: ReadyCheck) -> None:
+        try:
+            reason = check()
+        except Exception as e:  # noqa: BLE001 - whatever it raises is why we are not ready
+            reason = f"{type(e).__name__}: {e}"
+        with self._lock:
+            self._reason, self._checked_at, self._running = reason, time.monotonic(), None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    registry: CollectorRegistry
+    token: bytes | None
+    readiness: _Readiness
+
+
+class _Server(HTTPServer):
+    """One thread per connection, at most MAX_CONNECTIONS; further ones are answered 503 at once."""
+
+    allow_reuse_address = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, address: tuple[str, int], state: _State) -> None:
+        self.address_family = _family(address[0])
+        self.state = state
+        self._lock = threading.Lock()
+        self._open: dict[threading.Thread, socket.socket] = {}
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: that one asks the resolver for our own name, which can take seconds.
+        super(HTTPServer, self).server_bind()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(request, client_address), name="kvtier-http-connection", daemon=True
+        )
+        with self._lock:
+            full = len(self._open) >= MAX_CONNECTIONS
+            if not full:
+                self._open[thread] = request
+        if full:
+            request.settimeout(0.1)
+            with contextlib.suppress(OSError):  # a client that is gone needs no answer
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        thread.start()
+
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the client went away, or close() cut the connection
+                self.finish_request(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            with self._lock:
+                self._open.pop(threading.current_thread(), None)
+
+    def cut_connections(self, end: float) -> None:
+        """Shut every open connection down and join its thread until `end` (monotonic seconds)."""
+        with self._lock:
+            connections = dict(self._open)
+        for connection in connections.values():
+            with contextlib.suppress(OSError):  # its own thread may have closed it meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in connections:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = "kvtier"
+    sys_version = ""
+    timeout = REQUEST_TIMEOUT_S  # a silent client frees its thread
+    server: _Server
+
+    def do_GET(self) -> None:
+        # Requests carry no body here; one that does is not read, so its connection cannot be used again.
+        if self.headers.get("Content-Length", "0").strip() != "0" or self.headers.get("Transfer-Encoding"):
+            self.close_connection = True
+            self._answer(HTTPStatus(413))
+            return
+        path = self.path.split("?", 1)[0]
+        if path == "/livez":
+            self._answer(HTTPStatus.OK, b"ok\n")
+        elif path == "/readyz":
+            self._ready()
+        elif path == "/metrics":
+            self._metrics()
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"known paths: /metrics, /livez, /readyz\n")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _ready(self) -> None:
+        reason = self.server.state.readiness.reason()
+        if reason is None:
+            self._answer(HTTPStatus.OK, b"ok\n")
+        else:
+            shown = reason if self._authorized() else "not ready"
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, shown.encode(errors="replace") + b"\n")
+
+    def _metrics(self) -> None:
+        if not self._authorized():
+            self._answer(HTTPStatus.UNAUTHORIZED, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
+            return
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        try:
+            body = encode(self.server.state.registry)
+        except Exception as e:  # noqa: BLE001 - a collector's fault is the scraper's to see, not a traceback on stderr
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"a collector failed: {type(e).__name__}: {e}\n".encode())
+            return
+        self._answer(HTTPStatus.OK, body, {"Content-Type": content_type})
+
+    def _authorized(self) -> bool:
+        token = self.server.state.token
+        if token is None:
+            return True
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(errors="replace"), token)
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "text/plain; charset=utf-8", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No access log: an engine's stderr is not ours to fill."""
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _bind_message(host: str, port: int, rank: int, error: OSError) -> str:
+    at = f"http port {port}" + (f" (port + rank {rank})" if rank and port else "") + f" on {host!r}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{at} is taken by another process: choose another port, or 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"{at} is not allowed for this user: choose a port from 1024 up"
+    return f"{at} cannot be listened on: {error.strerror or error}"

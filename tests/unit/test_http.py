@@ -1,0 +1,229 @@
+"""The HTTP exporter: its three answers, who may reach it, and that it never holds anybody up."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Metric
+
+from kvtier.errors import ConfigError
+from kvtier.server import http as exporter_module
+from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions
+
+ANY = HttpOptions(port=0)
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("kvtier_pages", "Pages.", registry=registry).inc(3)
+    return registry
+
+
+@pytest.fixture
+def server(registry: CollectorRegistry) -> Iterator[HttpExporter]:
+    with HttpExporter(registry, ANY) as server:
+        yield server
+
+
+def ask(
+    server: HttpExporter,
+    path: str,
+    headers: dict[str, str] | None = None,
+    method: str = "GET",
+    body: bytes | None = None,
+) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request(method, path, body=body, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), {k.lower(): v for k, v in answer.getheaders()}
+    finally:
+        connection.close()
+
+
+def test_metrics_in_both_formats(server: HttpExporter) -> None:
+    status, body, headers = ask(server, "/metrics")
+    assert status == 200
+    assert "kvtier_pages_total 3.0\n" in body
+    assert headers["content-type"].startswith("text/plain")
+    assert "# EOF" not in body
+    status, body, headers = ask(server, "/metrics?x=1", {"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert status == 200
+    assert body.endswith("# EOF\n")
+    assert headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_liveness_and_unknown_paths(server: HttpExporter) -> None:
+    assert ask(server, "/livez")[:2] == (200, "ok\n")
+    assert ask(server, "/readyz")[:2] == (200, "ok\n")
+    assert ask(server, "/livez", method="HEAD")[:2] == (200, "")
+    assert ask(server, "/nothing")[0] == 404
+    assert ask(server, "/metrics", method="POST")[0] == 501
+
+
+def test_readiness_tells_why(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter_module, "READY_CACHE_S", 0.0)
+    answers: list[str | Exception | None] = [None, "host tier: put answered FULL", OSError("disk gone"), None]
+
+    def check() -> str | None:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with HttpExporter(registry, ANY, ready=check) as server:
+        assert ask(server, "/readyz")[:2] == (200, "ok\n")
+        assert ask(server, "/readyz")[:2] == (503, "host tier: put answered FULL\n")
+        assert ask(server, "/readyz")[:2] == (503, "OSError: disk gone\n")
+        assert ask(server, "/readyz")[0] == 200
+    assert answers == []
+
+
+def test_readiness_is_not_run_for_every_probe(registry: CollectorRegistry) -> None:
+    calls: list[float] = []
+
+    def check() -> None:
+        calls.append(time.monotonic())
+
+    with HttpExporter(registry, ANY, ready=check) as server:
+        assert [ask(server, "/readyz")[0] for _ in range(5)] == [200] * 5
+    assert len(calls) == 1
+
+
+def test_a_hung_check_is_a_reason_and_runs_once(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter_module, "READY_TIMEOUT_S", 0.1)
+    release, calls = threading.Event(), []
+
+    def check() -> None:
+        calls.append(1)
+        release.wait(10)
+
+    with HttpExporter(registry, ANY, ready=check) as server:
+        for _ in range(3):
+            status, body, _headers = ask(server, "/readyz")
+            assert status == 503
+            assert "has not ended" in body
+        assert ask(server, "/livez")[0] == 200
+        release.set()
+    assert len(calls) == 1
+
+
+def test_a_taken_port_names_the_way_out(server: HttpExporter, registry: CollectorRegistry) -> None:
+    with pytest.raises(ConfigError, match=rf"http port {server.port} .* is taken by another process: choose another"):
+        HttpExporter(registry, HttpOptions(port=server.port))
+
+
+def test_port_rule_of_ranks(server: HttpExporter, registry: CollectorRegistry) -> None:
+    assert [HttpOptions(port=9000).port_of(rank) for rank in (0, 3)] == [9000, 9003]
+    assert HttpOptions(port=0).port_of(7) == 0
+    with pytest.raises(ConfigError, match="65535 \\+ rank 1"):
+        HttpOptions(port=65535).port_of(1)
+    with pytest.raises(ConfigError, match="-5"):
+        HttpOptions(port=-5).port_of(0)
+    with pytest.raises(ConfigError, match=rf"port {server.port} \(port \+ rank 2\)"):
+        HttpExporter(registry, HttpOptions(port=server.port - 2), rank=2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "some-name"])
+def test_other_machines_are_refused_unless_allowed(registry: CollectorRegistry, host: str) -> None:
+    with pytest.raises(ConfigError, match=f"{host}.*allow_remote"):
+        HttpExporter(registry, HttpOptions(host=host, port=0))
+    with pytest.raises(ConfigError, match=f"{host}.*token_file.*{TOKEN_VARIABLE}"):
+        HttpExporter(registry, HttpOptions(host=host, port=0, allow_remote=True))
+
+
+def test_the_token_guards_what_tells_something(registry: CollectorRegistry, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("s3cret\n")
+    options = HttpOptions(host="0.0.0.0", port=0, allow_remote=True, token_file=token_file)
+    with HttpExporter(registry, options, ready=lambda: "/secret/path is full") as server:
+        status, _body, headers = ask(server, "/metrics")
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        for wrong in ("Bearer s3cre", "Bearer s3crett", "Basic s3cret", "Bearer \xff", "s3cret"):
+            assert ask(server, "/metrics", {"Authorization": wrong})[0] == 401
+        assert ask(server, "/metrics", {"Authorization": "Bearer s3cret"})[0] == 200
+        assert ask(server, "/livez")[0] == 200
+        assert ask(server, "/readyz")[:2] == (503, "not ready\n")
+        assert ask(server, "/readyz", {"Authorization": "bearer s3cret"})[:2] == (503, "/secret/path is full\n")
+
+
+def test_the_token_from_the_environment(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "from-env")
+    with HttpExporter(registry, HttpOptions(host="0.0.0.0", port=0, allow_remote=True)) as server:
+        assert ask(server, "/metrics")[0] == 401
+        assert ask(server, "/metrics", {"Authorization": "Bearer from-env"})[0] == 200
+
+
+def test_unusable_token_files_are_named(registry: CollectorRegistry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"token_file '.*/none' cannot be read"):
+        HttpExporter(registry, HttpOptions(port=0, token_file=tmp_path / "none"))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match=r"token_file '.*/empty' is empty"):
+        HttpExporter(registry, HttpOptions(port=0, token_file=tmp_path / "empty"))
+
+
+def test_requests_are_bounded(server: HttpExporter) -> None:
+    assert ask(server, "/livez", body=b"x" * 100)[0] == 413
+    assert ask(server, "/" + "x" * 70_000)[0] == 414
+    assert ask(server, "/livez", {f"h{n}": "x" for n in range(200)})[0] == 431
+    assert ask(server, "/livez")[0] == 200
+
+
+def test_connections_are_bounded_and_close_does_not_wait_for_them(registry: CollectorRegistry) -> None:
+    server = HttpExporter(registry, ANY)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
+    try:
+        deadline = time.monotonic() + 5
+        while ask(server, "/livez")[0] != 503:  # the idle ones are accepted in turn
+            assert time.monotonic() < deadline
+        idle.pop().close()
+        while ask(server, "/livez")[0] != 200:
+            assert time.monotonic() < deadline
+        start = time.monotonic()
+        server.close()
+        server.close()
+        assert time.monotonic() - start < 2.0
+        assert not [t for t in threading.enumerate() if t.name.startswith("kvtier-http")]
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=1)
+    finally:
+        server.close()
+        for connection in idle:
+            connection.close()
+
+
+def test_nothing_is_logged(server: HttpExporter, capfd: pytest.CaptureFixture[str]) -> None:
+    ask(server, "/livez")
+    ask(server, "/nothing")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"not http at all\r\n\r\n")
+        connection.recv(1000)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failing_collector_is_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        def describe(self) -> list[Metric]:
+            return []
+
+        def collect(self) -> list[Metric]:
+            raise RuntimeError("tier closed")
+
+    registry = CollectorRegistry()
+    registry.register(Broken())  # type: ignore[arg-type] # a collector by its methods
+    with HttpExporter(registry, ANY) as server:
+        status, body, _headers = ask(server, "/metrics")
+    assert (status, body) == (500, "a collector failed: RuntimeError: tier closed\n")
+    assert capfd.readouterr() == ("", "")
