@@ -1,0 +1,53 @@
+# Every target makes what it needs. Environments: tools/venv.sh, tools/env-sglang.sh.
+
+PYTHON ?= python3
+KVTIER_CACHE ?= $(HOME)/.cache/kvtier
+# Where torch comes from; empty: pip's default index. For a CPU-only torch: https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+# Further arguments: make test PYTEST_ARGS="-k ledger", make demo DEMO_ARGS=--json, make bench BENCH_ARGS=--json
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+export PYTHON KVTIER_CACHE TORCH_INDEX
+# Waiting OpenMP threads would otherwise burn the cores that kvtier's workers run on.
+export OMP_WAIT_POLICY ?= passive
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types package-check test-sglang demo-sglang bench clean
+
+# The Python of the environment $(1), made on first use.
+in = python=$$(tools/venv.sh $(1))
+
+help: ## Say what there is to make
+	@sed -nE 's/^([a-z-]+): ## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+
+demo: ## Install kvtier and run its main job on a real model (under 10 minutes, no GPU)
+	@$(call in,demo); "$${python%/*}/kvtier" demo $(DEMO_ARGS)
+
+test: ## Run the tests
+	@$(call in,test); "$$python" -m pytest --ignore=tests/engines $(PYTEST_ARGS)
+
+lint: ## Check style and formatting
+	@$(call in,test); "$$python" -m ruff check; "$$python" -m ruff format --check
+
+types: ## Check types
+	@$(call in,test); "$$python" -m mypy; "$$python" -m mypy tests tools
+
+package-check: ## Build sdist and wheel, compare them, and import from an empty environment
+	@$(call in,test); "$$python" tools/package_check.py
+
+test-sglang: ## Run the tests against the real SGLang
+	@env=$$(tools/env-sglang.sh | tail -n 1); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
+
+demo-sglang: ## Run the demo's sessions through the real SGLang
+	@env=$$(tools/env-sglang.sh | tail -n 1); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
+
+bench: ## Measure codecs and tiers against memcpy and fio
+	@$(call in,test); "$${python%/*}/kvtier" bench codec $(BENCH_ARGS); "$${python%/*}/kvtier" bench tier $(BENCH_ARGS)
+
+clean: ## Remove what was built in this clone
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "dependencies stay in $(KVTIER_CACHE); remove that folder to free the space"

