@@ -1,0 +1,90 @@
+"""The columns of a slot table: fixed-width records per row, no Python object per page.
+
+A row is one page's entry. What is read together lies together, so that a look-up touches few cache lines: `fixed` is
+written once per page, `hot` changes at every use. Single fields are read and written through memoryviews, which is
+several times faster than indexing numpy arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.abc.tier import CHECKSUM_BYTES, KEY_BYTES
+
+FIXED = np.dtype(
+    [
+        ("offset", np.int64),
+        ("nbytes", np.int64),
+        ("extent", np.int64),
+        ("valid_tokens", np.int32),
+        ("form", np.int32),
+        ("spec", np.int32),
+        ("checksum", "V16"),
+    ],
+    align=True,
+)
+"""offset of the slot in the space; nbytes of the record; extent: start of the slot's extent; spec: index into the
+table's fingerprints."""
+
+FREE, FILLING, STAGED, LIVE, DOOMED = range(5)
+"""FILLING: reserved. STAGED: filled, described, not yet visible. DOOMED: removed, its slot still pinned."""
+
+_FIRST_ROWS = 1024
+
+
+class Rows:
+    """`count` rows; grows by half. `stamp` orders rows by last use, `pins` counts holders, `state` is one of above."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._vacant: list[int] = []
+        self._keys = bytearray()
+        self._resize(_FIRST_ROWS)
+
+    fixed: npt.NDArray[np.void]
+    stamps: npt.NDArray[np.int64]
+    pins: npt.NDArray[np.int32]
+    states: npt.NDArray[np.int8]
+
+    def new(self) -> int:
+        if self._vacant:
+            return self._vacant.pop()
+        if self.count == len(self.fixed):
+            self._resize(self.count + self.count // 2)
+        self.count += 1
+        return self.count - 1
+
+    def vacate(self, row: int) -> None:
+        self.state[row] = FREE
+        self.pin[row] = 0
+        self._vacant.append(row)
+
+    def key(self, row: int) -> bytes:
+        return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
+    def set_key(self, row: int, key: bytes) -> None:
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+
+    def set_checksum(self, row: int, checksum: bytes) -> None:
+        at = row * FIXED.itemsize + _CHECKSUM_AT
+        self._raw[at : at + CHECKSUM_BYTES] = checksum
+
+    def _resize(self, size: int) -> None:
+        fixed = np.zeros(size, FIXED)
+        stamps, pins, states = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int8)
+        if self.count:
+            fixed[: self.count] = self.fixed[: self.count]
+            stamps[: self.count] = self.stamps[: self.count]
+            pins[: self.count] = self.pins[: self.count]
+            states[: self.count] = self.states[: self.count]
+        self.fixed, self.stamps, self.pins, self.states = fixed, stamps, pins, states
+        self._keys.extend(bytes(size * KEY_BYTES - len(self._keys)))
+        self._raw = memoryview(fixed.view(np.uint8))
+        self.offset, self.nbytes = memoryview(fixed["offset"]), memoryview(fixed["nbytes"])
+        self.valid_tokens, self.form = memoryview(fixed["valid_tokens"]), memoryview(fixed["form"])
+        self.spec, self.extent = memoryview(fixed["spec"]), memoryview(fixed["extent"])
+        self.stamp, self.pin, self.state = memoryview(stamps), memoryview(pins), memoryview(states)
+
+
+_CHECKSUM_AT = int(FIXED.fields["checksum"][1]) if FIXED.fields else 0

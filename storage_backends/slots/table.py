@@ -1,0 +1,360 @@
+"""The index of a local tier: which page lies in which slot, who holds it, and which one goes next.
+
+Both local tiers keep their pages in one SlotTable. Bookkeeping only: it moves no bytes, does no input or output and
+is not thread-safe; every call is made under the tier's lock.
+
+A page's life: `reserve` -> (bytes are written) -> `stage` -> `publish`, or `abort` anywhere before `publish`. Eviction
+is exact least-recently-used over published, unpinned pages. Where the next page to go has slots of another size, its
+whole extent is emptied, and its neighbours' where one is not enough, so that the space moves between size classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.abc.tier import (
+    CHECKSUM_BYTES,
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    PageMeta,
+    PutStatus,
+    Removal,
+    Slot,
+    TierUsage,
+)
+from kvtier.errors import SpecError
+from kvtier.storage_backends.slots.extents import Extent, ExtentAllocator, Region, slot_bytes_of
+from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
+
+_ORIGIN_MAX_BYTES = 255
+_VICTIMS_MIN = 64
+_VICTIMS_SHARE = 16
+
+
+class Removed(NamedTuple):
+    key: bytes
+    why: Removal
+
+
+class Entry(NamedTuple):
+    """A page with its place: `offset` in bytes into the space."""
+
+    key: bytes
+    meta: PageMeta
+    offset: int
+
+
+class SlotTable:
+    """See the module's docstring. A `row` is the handle of a reserved or pinned page."""
+
+    def __init__(self, regions: Sequence[Region], max_record_bytes: int) -> None:
+        self.max_record_bytes = max_record_bytes
+        self._slots = ExtentAllocator(regions)
+        self._rows = Rows()
+        self._live: dict[bytes, int] = {}
+        self._filling: dict[bytes, int] = {}
+        self._origins: dict[int, bytes] = {}
+        self._specs: list[bytes] = []
+        self._spec_ids: dict[bytes, int] = {}
+        self._removed: list[Removed] = []
+        self._victims: list[tuple[int, int]] = []  # (row, stamp), the next to go last
+        self._clock = 0
+        self._changes = 0  # moves whenever a slot may have become evictable or free
+        self._full_since: dict[int, int] = {}  # slot size -> _changes when no room could be made
+        self._counts = dict.fromkeys(Removal, 0)
+        self.used_bytes = 0
+        self.recovered_pages = 0
+        self.stored_pages = 0
+
+    # ---- writing
+
+    def reserve(self, key: bytes, nbytes: int) -> int | PutStatus:
+        """The row of a slot for `nbytes`, pinned and invisible; or EXISTS, TOO_LARGE, FULL."""
+        if len(key) != KEY_BYTES:
+            raise SpecError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
+        if nbytes < 0:
+            raise SpecError(f"a record cannot have {nbytes} bytes")
+        if key in self._live or key in self._filling:
+            return PutStatus.EXISTS
+        if nbytes > self.max_record_bytes:
+            return PutStatus.TOO_LARGE
+        slot_bytes = slot_bytes_of(nbytes)
+        row = self._rows.new()
+        taken = self._slots.take(slot_bytes, row)
+        if taken is None and self._make_room(slot_bytes):
+            taken = self._slots.take(slot_bytes, row)
+        if taken is None:
+            self._rows.vacate(row)
+            return PutStatus.FULL
+        extent, offset = taken
+        rows = self._rows
+        rows.offset[row], rows.extent[row], rows.nbytes[row] = offset, extent.start, nbytes
+        rows.state[row], rows.pin[row] = FILLING, 1
+        rows.set_key(row, key)
+        self._filling[key] = row
+        self.used_bytes += slot_bytes
+        return row
+
+    def stage(self, row: int, meta: PageMeta) -> None:
+        """Describe the page in a reserved row. It stays invisible, but is part of `entries`."""
+        self._expect(row, FILLING)
+        check_meta(meta)
+        rows = self._rows
+        if slot_bytes_of(meta.nbytes) > self._slots.extent_at(rows.extent[row]).slot_bytes:
+            raise SpecError(f"a record of {meta.nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
+        rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = meta.nbytes, meta.form, meta.valid_tokens
+        rows.set_checksum(row, meta.checksum)
+        rows.spec[row] = self._spec_id(meta.spec)
+        if meta.origin:
+            self._origins[row] = meta.origin
+        rows.state[row] = STAGED
+
+    def publish(self, row: int) -> None:
+        """Make a staged page visible and the most recently used. It stays pinned once, by its writer."""
+        self._expect(row, STAGED)
+        key = self._rows.key(row)
+        del self._filling[key]
+        self._live[key] = row
+        self._rows.state[row] = LIVE
+        self._clock += 1
+        self._rows.stamp[row] = self._clock
+        self.stored_pages += 1
+
+    def abort(self, row: int) -> bytes:
+        """Give a reserved or staged row back; returns its key."""
+        if self._rows.state[row] != STAGED:
+            self._expect(row, FILLING)
+        key = self._rows.key(row)
+        del self._filling[key]
+        self._free(row)
+        return key
+
+    # ---- reading
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Rows of published pages, -1 where absent."""
+        get = self._live.get
+        return [get(key, -1) for key in keys]
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Record lengths in bytes, -1 where absent."""
+        get, nbytes = self._live.get, self._rows.nbytes
+        return [-1 if (row := get(key, -1)) < 0 else nbytes[row] for key in keys]
+
+    def pin(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
+        """Pin published pages and make them the most recently used, in the order of `keys`."""
+        found = self.find(keys)
+        present = np.array([row for row in found if row >= 0], np.int64)
+        if not len(present):
+            return [None] * len(keys)
+        np.add.at(self._rows.pins, present, 1)
+        self._rows.stamps[present] = np.arange(self._clock + 1, self._clock + 1 + len(present))
+        self._clock += len(present)
+        pages = iter(self._describe(present))
+        return [None if row < 0 else next(pages) for row in found]
+
+    def unpin(self, rows: Sequence[int]) -> None:
+        """Let pinned rows go, one count each. A removed page's slot becomes free with its last pin."""
+        pin, state = self._rows.pin, self._rows.state
+        self._changes += 1
+        for row in rows:
+            if pin[row] < 1:
+                raise SpecError(f"slot {row} is not pinned")
+            pin[row] -= 1
+            if not pin[row] and state[row] == DOOMED:
+                self._free(row)
+
+    def slot(self, row: int) -> Slot:
+        return Slot(row, self._rows.offset[row], self._rows.nbytes[row])
+
+    def holds(self, key: bytes, row: int) -> bool:
+        """Whether the page under `key` is the one in `row`, and visible."""
+        return self._live.get(key) == row
+
+    def entries(self) -> list[Entry]:
+        """Staged and published pages, the least recently used first. A snapshot."""
+        states = self._rows.states[: self._rows.count]
+        rows = np.flatnonzero((states == LIVE) | (states == STAGED))
+        rows = rows[np.argsort(self._rows.stamps[rows], kind="stable")]
+        return [Entry(self._rows.key(s.id), meta, s.offset) for s, meta in self._describe(rows)]
+
+    # ---- removing
+
+    def remove(self, key: bytes, why: Removal) -> bool:
+        """Make a published page invisible; its slot is freed now, or with its last pin."""
+        row = self._live.pop(key, -1)
+        if row < 0:
+            return False
+        self._counts[why] += 1
+        self._removed.append(Removed(key, why))
+        if self._rows.pin[row]:
+            self._rows.state[row] = DOOMED
+        else:
+            self._free(row)
+        return True
+
+    def take_removed(self) -> list[Removed]:
+        """Pages that left since the last call, in order."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    # ---- opening, counting
+
+    def recover(self, entries: Sequence[Entry]) -> None:
+        """Fill an empty table, `entries` the least recently used first. Slots must not overlap."""
+        placed = []
+        for entry in entries:
+            row = self._rows.new()
+            self._clock += 1
+            rows = self._rows
+            rows.offset[row], rows.stamp[row], rows.state[row] = entry.offset, self._clock, FILLING
+            rows.nbytes[row], rows.form[row] = entry.meta.nbytes, entry.meta.form
+            rows.valid_tokens[row], rows.spec[row] = entry.meta.valid_tokens, self._spec_id(entry.meta.spec)
+            rows.set_key(row, entry.key)
+            rows.set_checksum(row, entry.meta.checksum)
+            if entry.meta.origin:
+                self._origins[row] = entry.meta.origin
+            rows.state[row] = LIVE
+            self._live[entry.key] = row
+            placed.append((entry.offset, slot_bytes_of(entry.meta.nbytes), row))
+        placed.sort()
+        for start, slot_bytes, members in self._runs(placed):
+            extent = self._slots.restore(start, slot_bytes, members)
+            for row in extent.members():
+                self._rows.extent[row] = start
+                self.used_bytes += slot_bytes
+        self.recovered_pages += len(placed)
+
+    def count_lost(self, pages: int, why: Removal) -> None:
+        """Pages found on opening that could not be kept."""
+        self.recovered_pages += pages
+        self._counts[why] += pages
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def usage(self, *, capacity_bytes: int, put_bytes: int, get_bytes: int) -> TierUsage:
+        return TierUsage(
+            capacity_bytes=capacity_bytes,
+            used_bytes=self.used_bytes,
+            resident_pages=len(self._live),
+            recovered_pages=self.recovered_pages,
+            stored_pages=self.stored_pages,
+            evicted_pages=self._counts[Removal.EVICTED],
+            deleted_pages=self._counts[Removal.DELETED],
+            quarantined_pages=self._counts[Removal.QUARANTINED],
+            put_bytes=put_bytes,
+            get_bytes=get_bytes,
+        )
+
+    # ---- inside
+
+    def _describe(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[Slot, PageMeta]]:
+        specs, origin = self._specs, self._origins.get
+        return [
+            (Slot(row, offset, nbytes), PageMeta(nbytes, form, valid, checksum, specs[spec], origin(row, b"")))
+            for row, (offset, nbytes, _, valid, form, spec, checksum) in zip(
+                rows.tolist(), self._rows.fixed[rows].tolist(), strict=True
+            )
+        ]
+
+    def _expect(self, row: int, state: int) -> None:
+        if not 0 <= row < self._rows.count or self._rows.state[row] != state:
+            raise SpecError(f"slot {row} is not reserved, or was published or given back already")
+
+    def _spec_id(self, spec: bytes) -> int:
+        known = self._spec_ids.get(spec)
+        if known is None:
+            known = self._spec_ids[spec] = len(self._specs)
+            self._specs.append(spec)
+        return known
+
+    def _free(self, row: int) -> None:
+        extent = self._slots.extent_at(self._rows.extent[row])
+        self.used_bytes -= extent.slot_bytes
+        self._slots.release(extent, self._rows.offset[row])
+        self._origins.pop(row, None)
+        self._rows.vacate(row)
+        self._changes += 1
+
+    def _make_room(self, slot_bytes: int) -> bool:
+        """Evict until a slot of `slot_bytes` can be had; False where nothing more can go."""
+        if self._full_since.get(slot_bytes) == self._changes:
+            return False
+        blocked: set[int] = set()
+        for row in self._least_recent():
+            extent = self._slots.extent_at(self._rows.extent[row])
+            if extent.slot_bytes == slot_bytes:
+                self.remove(self._rows.key(row), Removal.EVICTED)
+                return True
+            if extent.start in blocked:
+                continue
+            emptied = self._slots.neighbourhood(extent, slot_bytes, self._may_empty)
+            if emptied is None:
+                blocked.add(extent.start)
+                continue
+            for member in [m for e in emptied for m in e.members()]:
+                self.remove(self._rows.key(member), Removal.EVICTED)
+            return True
+        self._full_since[slot_bytes] = self._changes
+        return False
+
+    def _may_empty(self, extent: Extent) -> bool:
+        pin, state = self._rows.pin, self._rows.state
+        return all(not pin[row] and state[row] == LIVE for row in extent.members())
+
+    def _least_recent(self) -> Iterator[int]:
+        """Evictable rows, the least recently used first. A row passed over comes again with the next gathering."""
+        for gathered in (False, True):
+            if gathered:
+                self._gather_victims()
+            while self._victims:
+                row, stamp = self._victims.pop()
+                rows = self._rows
+                if rows.stamp[row] == stamp and rows.state[row] == LIVE and not rows.pin[row]:
+                    yield row
+
+    def _gather_victims(self) -> None:
+        """The least recently used share of all rows. Whatever is used later gets a newer stamp than any of these,
+        so taking them in order, but for those used meanwhile, is exact."""
+        count = self._rows.count
+        rows = np.flatnonzero((self._rows.states[:count] == LIVE) & (self._rows.pins[:count] == 0))
+        take = min(len(rows), max(_VICTIMS_MIN, len(rows) // _VICTIMS_SHARE))
+        stamps = self._rows.stamps[rows]
+        if take < len(rows):
+            oldest = np.argpartition(stamps, take)[:take]
+            rows, stamps = rows[oldest], stamps[oldest]
+        order = np.argsort(-stamps, kind="stable")
+        self._victims = list(zip(rows[order].tolist(), stamps[order].tolist(), strict=True))
+
+    def _runs(self, placed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
+        """Group (offset, slot size, row), ordered by offset, into extents: start, slot size, row or -1 per slot."""
+        at = 0
+        while at < len(placed):
+            start, slot_bytes, row = placed[at]
+            limit = min(self._slots.region_end(start), start + max(slot_bytes, self._slots.extent_bytes))
+            members = [row]
+            at += 1
+            while at < len(placed) and placed[at][1] == slot_bytes and placed[at][0] + slot_bytes <= limit:
+                slots, odd = divmod(placed[at][0] - start, slot_bytes)
+                if odd:
+                    break
+                members += [-1] * (slots - len(members)) + [placed[at][2]]
+                at += 1
+            yield start, slot_bytes, members
+
+
+def check_meta(meta: PageMeta) -> None:
+    """Raise SpecError for a description that no tier can keep."""
+    if len(meta.checksum) != CHECKSUM_BYTES or len(meta.spec) != FINGERPRINT_BYTES:
+        raise SpecError(
+            f"checksum and spec have {CHECKSUM_BYTES} and {FINGERPRINT_BYTES} bytes, "
+            f"got {len(meta.checksum)} and {len(meta.spec)}"
+        )
+    if len(meta.origin) > _ORIGIN_MAX_BYTES:
+        raise SpecError(f"origin has {len(meta.origin)} bytes, at most {_ORIGIN_MAX_BYTES} can be kept")
+    if not (meta.nbytes >= 0 and 0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 31):
+        raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
