@@ -1,0 +1,52 @@
+"""The tiered store over the real local tiers, beside a dict."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+from kvtier.storage_backends.host.tier import HostTier
+from kvtier.storage_backends.nvme.tier import NvmeTier
+from kvtier.store import TieredStore
+from kvtier.testing.store_machine import StoreMachine, page_bytes
+
+
+class HostAndNvme(StoreMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="kvtier-machine-"))
+
+    def open(self) -> TieredStore:
+        return TieredStore(
+            HostTier(16 * 4096),
+            [NvmeTier(self.directory, 40 * 4096, io_threads=2)],
+            promote_deadline_s=5.0,
+        )
+
+    def corrupt(self, page: int) -> bool:
+        """Flip one byte of the page's content wherever a file holds it, behind the tier's back."""
+        needle = page_bytes(page)[:32]
+        for path in self.directory.rglob("*"):
+            if path.is_file():
+                at = path.read_bytes().find(needle)
+                if at >= 0:
+                    with path.open("r+b") as file:
+                        file.seek(at + 7)
+                        file.write(bytes([needle[7] ^ 1]))
+                    return True
+        return False
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+HostAndNvme.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestHostAndNvme = HostAndNvme.TestCase

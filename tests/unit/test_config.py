@@ -1,0 +1,104 @@
+"""The configuration block: what is accepted, and that a refusal names the option, the value and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import load_config, parse_bytes, parse_config, parse_seconds
+from kvtier.errors import ConfigError
+from kvtier.spec import GlobalScale
+
+HOST = {"type": "host", "capacity": "1GiB"}
+NVME = {"type": "nvme", "path": "/var/lib/kvtier", "capacity": "1TB"}
+COLD = "quantization_for_cold_page"
+
+
+def test_a_full_block() -> None:
+    config = parse_config(
+        {
+            "kv_cache_compression_config": [{"algorithm": COLD, "quant": "nvfp4", "global_scale": "identity"}],
+            "tiers": [HOST, NVME],
+            "http": {"port": 9400},
+            "promote_deadline": "500ms",
+            "salt": "tenant",
+        }
+    )
+    assert [t.capacity for t in config.tiers] == [2**30, 10**12]
+    assert config.cold_page is not None and config.cold_page.global_scale is GlobalScale.IDENTITY
+    assert config.promote_deadline == 0.5
+    assert config.http is not None and config.http.host == "127.0.0.1"
+
+
+def test_defaults_quantize_and_an_empty_list_does_not() -> None:
+    default = parse_config({"tiers": [HOST]}).cold_page
+    assert default is not None and default.quant == "nvfp4" and default.global_scale is GlobalScale.PAGE
+    assert parse_config({"tiers": [HOST], "kv_cache_compression_config": []}).cold_page is None
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({}, ["'tiers'", "missing"]),
+        ({"tiers": []}, ["tiers = []", "first tier must be of type host"]),
+        ({"tiers": [NVME]}, ["tiers = ['nvme']", "put {type: host"]),
+        ({"tiers": [HOST, HOST]}, ["tiers = ['host', 'host']"]),
+        ({"tiers": [{"type": "host", "capacity": -1}]}, ["tiers[0].capacity", "-1", "larger than 0"]),
+        ({"tiers": [{"type": "host", "capacity": "4 lightyears"}]}, ["tiers[0].capacity", "4 lightyears", "64GiB"]),
+        ({"tiers": [{"type": "tape", "capacity": 1}]}, ["tiers[0]", "tape", "'host', 'nvme'"]),
+        ({"tiers": [{**HOST, "colour": 1}]}, ["unknown option", "tiers[0].colour", "1"]),
+        ({"tiers": [HOST], "teirs": 3}, ["unknown option", "teirs"]),
+        ({"tiers": [HOST], "workers": 0}, ["workers", "0", "greater than or equal to 1"]),
+        ({"tiers": [HOST], "workers": "2"}, ["workers", "'2'", "integer"]),
+        ({"tiers": [HOST], "lease": "soon"}, ["lease", "soon", "500ms"]),
+        ({"tiers": [HOST], "http": {"port": 70000}}, ["http.port", "70000", "65535"]),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD, "quant": "int2"}]},
+            ["kv_cache_compression_config[0].quant", "int2", "'nvfp4' or 'none'"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD}, {"algorithm": COLD}]},
+            ["kv_cache_compression_config", "once"],
+        ),
+    ],
+)
+def test_refusals_name_option_value_and_way_out(block: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(block)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text("tiers:\n  - {type: host, capacity: 64MiB}\n")
+    assert load_config(path).tiers[0].capacity == 64 * 2**20
+    path.write_text("- just\n- a list\n")
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        load_config(path)
+    path.write_text("tiers: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="absent.yaml.*cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1GiB", 2**30), ("1GB", 10**9), ("1.5 MiB", 3 * 2**19), (4096, 4096), ("200", 200), ("2tb", 2 * 10**12)],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 Gb/s", "-3MiB", 0, True, None, 1.5])
+def test_bad_sizes(text: object) -> None:
+    with pytest.raises(ValueError, match="64GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("250ms", 0.25), ("2s", 2.0), ("1d", 86400.0), (3, 3.0)])
+def test_times(text: str | int, expected: float) -> None:
+    assert parse_seconds(text) == expected

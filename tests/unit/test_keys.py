@@ -1,0 +1,119 @@
+"""Identity: what must be equal for two pages to be interchangeable, and nothing else, decides a page's key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.keys import CodecPolicy, Namespace, checksum, fingerprint_weights, page_hashes, seed_of
+from kvtier.spec import DType, PageSpec
+
+SPEC = PageSpec.mha(layers=2, kv_heads=3, head_dim=64, page_tokens=64, dtype=DType.BF16)
+POLICY = CodecPolicy("nvfp4", 1, {"global_scale": "page"})
+NAMESPACE = Namespace.of(SPEC, POLICY, model="m", weights="ab" * 32, dtype="bf16")
+GOLDEN = Path(__file__).parent.parent / "golden" / "keys.json"
+HASHES = [bytes(32), bytes(range(32)), b"any length will do", b""]
+
+
+def vectors() -> dict[str, object]:
+    """What the golden file freezes. Regenerate with ``python tests/unit/test_keys.py`` only with a new FORMAT_VERSION."""
+    return {
+        "spec_fingerprint": SPEC.fingerprint.hex(),
+        "encoded": NAMESPACE.encoded().hex(),
+        "digest": NAMESPACE.digest.hex(),
+        "keys": [k.hex() for k in NAMESPACE.page_keys(HASHES)],
+        "seeds": [seed_of(k) for k in NAMESPACE.page_keys(HASHES)],
+        "checksums": [checksum(bytes(range(256)) * 5, k).hex() for k in NAMESPACE.page_keys(HASHES)],
+        "page_hashes": [h.hex() for h in page_hashes(list(range(200)), 64)],
+        "weights": fingerprint_weights({"layers": 2}, [("b", (2, 3), "F32", bytes(24)), ("a", (1,), "BF16", b"\1\2")]),
+    }
+
+
+def test_golden_keys() -> None:
+    assert json.loads(GOLDEN.read_text()) == vectors()
+
+
+def test_keys_are_equal_in_every_process() -> None:
+    code = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['vectors']()))"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code, __file__],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }  # fmt: skip
+    assert len(seen) == 1
+    assert json.loads(seen.pop()) == vectors()
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Namespace)])
+def test_every_field_separates(field: str) -> None:
+    other = replace(NAMESPACE, **{field: 65 if field == "page_tokens" else getattr(NAMESPACE, field) + "x"})
+    assert set(NAMESPACE.page_keys(HASHES)).isdisjoint(other.page_keys(HASHES))
+
+
+@given(st.lists(st.text(max_size=6), min_size=4, max_size=4), st.lists(st.text(max_size=6), min_size=4, max_size=4))
+def test_encoding_is_injective(a: list[str], b: list[str]) -> None:
+    names = ("model", "generation", "lora", "salt")
+    one, two = (replace(NAMESPACE, **dict(zip(names, values, strict=True))) for values in (a, b))
+    assert (one.encoded() == two.encoded()) == (a == b)
+
+
+def test_neighbouring_fields_do_not_alias() -> None:
+    ab_c = replace(NAMESPACE, lora="ab", salt="c")
+    a_bc = replace(NAMESPACE, lora="a", salt="bc")
+    x_lora, x_salt = replace(NAMESPACE, lora="X"), replace(NAMESPACE, salt="X")
+    assert len({n.digest for n in (ab_c, a_bc, x_lora, x_salt)}) == 4
+
+
+def test_spec_fingerprint_sees_every_dimension() -> None:
+    base = {"layers": 2, "kv_heads": 3, "head_dim": 64, "page_tokens": 64, "dtype": DType.BF16}
+    others = [base] + [{**base, k: v} for k, v in
+                       {"layers": 3, "kv_heads": 4, "head_dim": 32, "page_tokens": 32, "dtype": DType.FP16}.items()]  # fmt: skip
+    assert len({PageSpec.mha(**b).fingerprint for b in others}) == len(others)  # type: ignore[arg-type]
+
+
+def test_checksum_is_bound_to_the_key() -> None:
+    a, b = NAMESPACE.page_keys([b"a", b"b"])
+    data = bytes(range(256)) * 3
+    assert checksum(data, a) != checksum(data, b)
+    assert checksum(data, a) == xxhash.xxh3_128_digest(data, int.from_bytes(a[:8], "little"))
+
+
+def test_page_hashes_chain_over_full_pages() -> None:
+    tokens = list(range(150))
+    hashes = page_hashes(tokens, 64)
+    assert len(hashes) == 2
+    assert hashes == page_hashes([*tokens[:128], 7, 7, 7], 64)[:2]
+    assert page_hashes([1, *tokens[1:]], 64)[1] != hashes[1]
+    assert page_hashes(tokens[64:], 64, parent=hashes[0]) == hashes[1:]
+    with pytest.raises(ConfigError, match="page_tokens = 0"):
+        page_hashes(tokens, 0)
+
+
+def test_weights_fingerprint_sees_bytes_and_not_order() -> None:
+    tensors = [("a", (2,), "F32", b"\0" * 8), ("b", (2,), "F32", b"\1" * 8)]
+    base = fingerprint_weights({"x": 1, "y": 2}, tensors)
+    assert fingerprint_weights({"y": 2, "x": 1}, reversed(tensors)) == base
+    for other in (
+        [("a", (2,), "F32", b"\2" * 8), tensors[1]],
+        [("a", (1, 2), "F32", b"\0" * 8), tensors[1]],
+        [("a", (2,), "I32", b"\0" * 8), tensors[1]],
+        tensors[:1],
+    ):
+        assert fingerprint_weights({"x": 1, "y": 2}, other) != base
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(vectors(), indent=1) + "\n")

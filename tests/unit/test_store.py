@@ -1,0 +1,296 @@
+"""TieredStore: what is pinned, promoted, held back and counted. A dict stands in for the lower tier where reads must be
+delayed or fail; the real tiers run under the state machine and in the integration tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.abc.tier import GetStatus, PageMeta, PutStatus, Slot
+from kvtier.errors import ClosedError, ConfigError
+from kvtier.keys import checksum
+from kvtier.storage_backends.host.tier import HostTier
+from kvtier.store import TieredStore
+from kvtier.testing.dict_tier import DictTier
+from kvtier.testing.store_machine import check_usage, page_bytes, page_key
+
+SLOT = 4096
+
+
+def put(store: TieredStore, page: int, wait_s: float = 0.0) -> Slot | PutStatus:
+    key, data = page_key(page), page_bytes(page)
+    (slot,) = store.reserve([key], [len(data)], wait_s)
+    if isinstance(slot, Slot):
+        store.host.view(slot)[:] = data
+        store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
+    return slot
+
+
+def keys(*pages: int) -> list[bytes]:
+    return [page_key(p) for p in pages]
+
+
+@pytest.fixture
+def lower() -> DictTier:
+    return DictTier("nvme")
+
+
+@pytest.fixture
+def store(lower: DictTier) -> Iterator[TieredStore]:
+    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=1.0, lease_s=0.2)
+    yield store
+    lower.gate.set()
+    store.close()
+    assert lower.closed
+
+
+def push_out_of_host(store: TieredStore, pages: range = range(100, 112)) -> None:
+    """Fill the host tier with other pages, so that what was there is only below."""
+    assert store.flush(5.0)
+    for page in pages:
+        put(store, page, wait_s=2.0)
+    assert store.flush(5.0)
+
+
+def ledger(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
+    snapshot = store.ledger.snapshot()
+    assert snapshot.lookups == sum(snapshot.hits.values()) + sum(snapshot.misses.values())
+    return {k: v for k, v in snapshot.hits.items() if v}, {k: v for k, v in snapshot.misses.items() if v}
+
+
+def test_host_hits_are_pinned_until_settled(store: TieredStore) -> None:
+    put(store, 0)
+    put(store, 3)
+    lookup = store.lookup("r", keys(0, 3, 6))
+    assert (lookup.ready_pages, lookup.pending) == (2, False)
+    for page in range(30, 60):
+        put(store, page, wait_s=0.5)
+    assert bytes(store.host.view(lookup.ready_slots(2)[0][0])) == page_bytes(0)
+    store.settle("r")
+    store.settle("r")
+    assert ledger(store) == ({"host": 2}, {"absent": 1})
+    push_out_of_host(store)
+    assert store.host.contains_many(keys(0, 3)) == [False, False]
+
+
+def test_promotion_makes_pages_ready_and_counts_the_tier_they_came_from(store: TieredStore) -> None:
+    for page in (0, 3, 6):
+        put(store, page)
+    push_out_of_host(store)
+    lookup = store.lookup("r", keys(0, 3, 6, 9))
+    assert store.wait(lookup) == 3
+    for page, (slot, meta) in zip((0, 3, 6), lookup.ready_slots(3), strict=True):
+        assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
+    assert lookup.restored_from("host", 3) == {"nvme": 3}
+    store.settle("r")
+    assert ledger(store) == ({"nvme": 3}, {"absent": 1})
+    again = store.lookup("r", keys(0, 3, 6))
+    assert again.ready_pages == 3
+    store.settle("r")
+    assert ledger(store)[0] == {"nvme": 3, "host": 3}
+
+
+def test_promotion_never_runs_on_the_callers_thread(store: TieredStore, lower: DictTier) -> None:
+    put(store, 0)
+    push_out_of_host(store)
+    lower.gate.clear()
+    start = time.perf_counter()
+    lookup = store.lookup("r", keys(0))
+    assert time.perf_counter() - start < 0.05
+    assert (lookup.ready_pages, lookup.pending) == (0, True)
+    lower.gate.set()
+    assert store.wait(lookup) == 1
+    assert not lookup.pending
+
+
+def test_a_deadline_passed_is_a_miss_with_that_reason(store: TieredStore, lower: DictTier) -> None:
+    put(store, 0)
+    push_out_of_host(store)
+    lower.gate.clear()
+    lookup = store.lookup("r", keys(0))
+    start = time.perf_counter()
+    assert store.wait(lookup) == 0
+    assert 0.5 < time.perf_counter() - start < 3.0
+    store.settle("r")
+    assert ledger(store) == ({}, {"deadline": 1})
+
+
+def test_settling_before_the_page_arrives_counts_once_and_leaks_no_pin(store: TieredStore, lower: DictTier) -> None:
+    put(store, 0)
+    push_out_of_host(store)
+    lower.gate.clear()
+    store.lookup("r", keys(0))
+    store.settle("r")
+    lower.gate.set()
+    assert ledger(store) == ({}, {"deadline": 1})
+    push_out_of_host(store, range(200, 230))
+    assert store.host.contains_many(keys(0)) == [False]
+
+
+def test_a_page_behind_a_gap_is_counted_as_such_and_not_pinned(store: TieredStore) -> None:
+    put(store, 0)
+    put(store, 6)
+    lookup = store.lookup("r", keys(0, 3, 6))
+    assert lookup.ready_pages == 1
+    push_out_of_host(store, range(30, 60))
+    assert store.host.contains_many(keys(0, 6)) == [True, False]
+    store.settle("r")
+    assert ledger(store) == ({"host": 1}, {"absent": 1, "after_gap": 1})
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(GetStatus.FAILED, "tier_down"), (GetStatus.CORRUPT, "corrupt"), (GetStatus.ABSENT, "absent")]
+)
+def test_a_failed_page_in_the_middle_ends_the_prefix(
+    store: TieredStore, lower: DictTier, damage: GetStatus, reason: str
+) -> None:
+    for page in (0, 3, 6):
+        put(store, page)
+    push_out_of_host(store)
+    store._evicted.clear()
+    lower.gate.clear()
+    lookup = store.lookup("r", keys(0, 3, 6))
+    if damage is GetStatus.FAILED:
+        lower.fail_gets.add(page_key(3))
+    elif damage is GetStatus.CORRUPT:
+        meta, data = lower.pages[page_key(3)]
+        lower.pages[page_key(3)] = (meta, bytes([data[0] ^ 1]) + data[1:])
+    else:
+        del lower.pages[page_key(3)]
+    lower.gate.set()
+    assert store.wait(lookup) == 1
+    store.flush(1.0)
+    store._promoter.drain(5.0)
+    store.settle("r")
+    assert ledger(store) == ({"nvme": 1}, {reason: 1, "after_gap": 1})
+
+
+def test_an_evicted_page_says_so(store: TieredStore, lower: DictTier) -> None:
+    put(store, 0)
+    push_out_of_host(store)
+    lower.pages.clear()
+    store.lookup("r", keys(0, 3))
+    store.settle("r")
+    assert ledger(store) == ({}, {"evicted": 1, "absent": 1})
+
+
+def test_two_requests_share_one_promotion(store: TieredStore, lower: DictTier) -> None:
+    put(store, 0)
+    push_out_of_host(store)
+    lower.gate.clear()
+    a, b = store.lookup("a", keys(0)), store.lookup("b", keys(0, 3))
+    lower.gate.set()
+    assert store.wait(a) == store.wait(b) == 1
+    store.settle("a")
+    assert bytes(store.host.view(b.ready_slots(1)[0][0]))[:64] == page_bytes(0)[:64]
+    store.settle("b")
+    assert ledger(store) == ({"nvme": 2}, {"absent": 1})
+
+
+def test_asking_for_other_keys_keeps_pins_and_counts_each_page_once(store: TieredStore) -> None:
+    for page in (0, 3, 6):
+        put(store, page)
+    store.lookup("r", keys(0, 3, 6, 9))
+    lookup = store.lookup("r", keys(6, 9, 12))
+    assert lookup.ready_pages == 1
+    assert store.lookup("r", keys(6, 9, 12)) is lookup
+    store.settle("r")
+    assert ledger(store) == ({"host": 1}, {"superseded": 2, "absent": 2})
+    assert store.ledger.snapshot().lookup_polls == 2
+
+
+def test_a_page_that_fails_while_loading_becomes_a_miss_and_is_gone(store: TieredStore) -> None:
+    for page in (0, 3, 6):
+        put(store, page)
+    lookup = store.lookup("r", keys(0, 3, 6))
+    store.hold(lookup)
+    store.fail(lookup, 1)
+    store.settle("r")
+    assert ledger(store) == ({"host": 1}, {"corrupt": 1, "after_gap": 1})
+    assert store.host.contains_many(keys(0, 3, 6)) == [True, False, True]
+    assert store.host.usage().quarantined_pages == 1
+
+
+def test_a_lookup_without_a_load_is_evictable_after_its_lease(store: TieredStore) -> None:
+    for page in range(0, 36, 3):
+        put(store, page, wait_s=1.0)
+    assert store.lookup("r", keys(*range(0, 36, 3))).ready_pages == 12
+    assert put(store, 60) is PutStatus.FULL
+    time.sleep(0.25)
+    assert isinstance(put(store, 60, wait_s=1.0), Slot)
+    assert store.open_requests() == []
+    assert ledger(store) == ({"host": 12}, {})
+
+
+def test_a_held_lookup_never_expires(store: TieredStore) -> None:
+    for page in range(0, 36, 3):
+        put(store, page, wait_s=1.0)
+    store.hold(store.lookup("r", keys(*range(0, 36, 3))))
+    time.sleep(0.25)
+    assert put(store, 60, wait_s=0.1) is PutStatus.FULL
+
+
+def test_reserve_waits_for_pages_being_spilled(store: TieredStore, lower: DictTier) -> None:
+    lower.gate.clear()
+    for page in range(0, 36, 3):
+        assert isinstance(put(store, page), Slot)
+    assert put(store, 60, wait_s=0.1) is PutStatus.FULL
+    lower.gate.set()
+    assert isinstance(put(store, 60, wait_s=2.0), Slot)
+
+
+def test_a_failing_lower_tier_keeps_pages_in_host_and_counts(store: TieredStore, lower: DictTier) -> None:
+    lower.fail_puts.update(keys(0))
+    put(store, 0)
+    put(store, 3)
+    assert store.flush(5.0)
+    spills = store.ledger.snapshot().spills["nvme"]
+    assert (spills["failed"], spills["stored"]) == (1, 1)
+    assert store.host.contains_many(keys(0)) == [True]
+
+
+def test_known_below_and_duplicates(store: TieredStore) -> None:
+    put(store, 0)
+    assert put(store, 0) is PutStatus.EXISTS
+    push_out_of_host(store)
+    assert store.known_below(keys(0, 3)) == [True, False]
+    with pytest.raises(ValueError, match="same page twice"):
+        store.lookup("r", keys(0, 0))
+
+
+def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None:
+    store = TieredStore(HostTier(12 * SLOT), [lower])
+    put(store, 0)
+    store.lookup("r", keys(0, 3))
+    lower.gate.clear()
+    put(store, 3)
+    start = time.perf_counter()
+    store.close()
+    assert time.perf_counter() - start < 2.0
+    lower.gate.set()
+    assert ledger(store) == ({"host": 1}, {"absent": 1})
+    with pytest.raises(ClosedError):
+        store.lookup("r", keys(0))
+    with pytest.raises(ClosedError):
+        store.reserve(keys(0), [10])
+    store.close()
+
+
+def test_names_must_differ() -> None:
+    host, other = HostTier(12 * SLOT), DictTier("host")
+    with pytest.raises(ConfigError, match=r"\['host', 'host'\]"):
+        TieredStore(host, [other])
+    host.close()
+
+
+def test_usage_adds_up_after_all_of_it(store: TieredStore, lower: DictTier) -> None:
+    for page in range(40):
+        put(store, page, wait_s=1.0)
+        store.lookup(f"r{page}", keys(page, page - 1 if page else 77))
+        store.settle(f"r{page}")
+    assert store.flush(5.0)
+    check_usage(store.host.usage())
+    check_usage(lower.usage())
+    assert ledger(store)[0]["host"] >= 40
