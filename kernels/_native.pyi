@@ -1,0 +1,54 @@
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+PLAN_FIELDS: int
+
+_U8 = npt.NDArray[np.uint8]
+_I64 = npt.NDArray[np.int64]
+
+def encode_pages(
+    plan: _I64,
+    page_ids: _I64,
+    valid_tokens: npt.NDArray[np.int32],
+    page_tokens: int,
+    arena: _U8,
+    offsets: _I64,
+    cold_bytes: int,
+    table_offset: int,
+    seeds: npt.NDArray[np.uint64],
+    checksums_out: _U8,
+    refused_out: _U8,
+) -> None: ...
+def decode_pages(
+    plan: _I64,
+    page_ids: _I64,
+    valid_tokens: npt.NDArray[np.int32],
+    page_tokens: int,
+    arena: _U8,
+    offsets: _I64,
+    cold_bytes: int,
+    table_offset: int,
+    buffer_begin: int,
+    buffer_end: int,
+) -> None: ...
+def checksum_pages(
+    arena: _U8, offsets: _I64, nbytes: int | _I64, seeds: npt.NDArray[np.uint64], checksums_out: _U8
+) -> None: ...
+def verify_pages(
+    arena: _U8, offsets: _I64, nbytes: int | _I64, seeds: npt.NDArray[np.uint64], checksums: _U8
+) -> _U8: ...
+def xxh3_128(buffer: Any, seed: int = 0) -> bytes: ...
+def page_keys(namespace_digest: bytes, hashes: bytes, hash_bytes: int) -> bytes: ...
+@overload
+def quantize(x: npt.NDArray[np.uint16], dtype: int, k: int, data_out: _U8, scales_out: _U8) -> bool: ...
+@overload
+def quantize(x: npt.NDArray[np.float32], dtype: int, k: int, data_out: _U8, scales_out: _U8) -> bool: ...
+@overload
+def dequantize(data: _U8, scales: _U8, dtype: int, k: int, out: npt.NDArray[np.uint16]) -> None: ...
+@overload
+def dequantize(data: _U8, scales: _U8, dtype: int, k: int, out: npt.NDArray[np.float32]) -> None: ...
+def isas() -> list[str]: ...
+def isa() -> str: ...
+def use_isa(name: str) -> None: ...

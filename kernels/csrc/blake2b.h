@@ -1,0 +1,14 @@
+// Keyed BLAKE2b-256 of many short messages of one length (RFC 7693).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtier {
+
+constexpr size_t kDigestBytes = 32;
+
+// `key` is 32 bytes; message i is messages[i * bytes : (i + 1) * bytes], bytes >= 1; `out` takes count * 32 bytes.
+void blake2b_keyed(const uint8_t* key, const uint8_t* messages, size_t bytes, size_t count, uint8_t* out);
+
+}  // namespace kvtier

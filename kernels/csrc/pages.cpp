@@ -1,0 +1,303 @@
+#include "pages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "rows.h"
+#include "xxh3.h"
+
+namespace kvtier {
+namespace {
+
+// From here on decoded pages are written around the cache: they would push out more than they are worth.
+constexpr int64_t kStreamBytes = 8 << 20;
+
+[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument(what); }
+
+std::string text(int64_t n) { return std::to_string(n); }
+
+DType dtype_of(const BufferPlan& b) { return DType(b.dtype); }
+int64_t item_bytes(const BufferPlan& b) {
+  return dtype_of(b) == DType::kFP32 ? 4 : dtype_of(b) == DType::kBytes ? 1 : 2;
+}
+// The 16-bit type that a compressed buffer is encoded from and decoded to.
+DType coded_dtype(const BufferPlan& b) { return dtype_of(b) == DType::kFP16 ? DType::kFP16 : DType::kBF16; }
+int64_t values(const BufferPlan& b) { return b.heads * b.tokens * b.dim; }
+int64_t row_bytes(const BufferPlan& b) { return b.dim * item_bytes(b); }
+bool per_token(const Batch& batch, const BufferPlan& b) { return b.tokens == batch.page_tokens; }
+
+// Tokens of page i that hold data, and those that exist in memory.
+int64_t valid_tokens(const Batch& batch, const BufferPlan& b, int64_t i) {
+  return per_token(batch, b) ? batch.valid_tokens[i] : b.tokens;
+}
+int64_t existing_tokens(const Batch& batch, const BufferPlan& b, int64_t i) {
+  return per_token(batch, b) ? std::min(b.tokens, b.num_tokens - batch.page_ids[i] * batch.page_tokens) : b.tokens;
+}
+
+uint8_t* page_address(const BufferPlan& b, int64_t page) {
+  return reinterpret_cast<uint8_t*>(uintptr_t(b.address)) + page * b.page_stride;
+}
+
+struct Extent {
+  int64_t begin, end;
+};
+
+int64_t table_bytes(const Batch& batch) {
+  if (batch.table_offset < 0) return 0;
+  return std::count_if(batch.buffers, batch.buffers + batch.num_buffers, [](const BufferPlan& b) { return b.compressed; });
+}
+
+// Everything that is written in a cold page besides padding, in order.
+std::vector<Extent> extents(const Batch& batch) {
+  std::vector<Extent> all;
+  for (int64_t i = 0; i < batch.num_buffers; ++i) {
+    const BufferPlan& b = batch.buffers[i];
+    if (b.compressed) {
+      all.push_back({b.data_offset, b.data_offset + values(b) / 2});
+      all.push_back({b.scale_offset, b.scale_offset + values(b) / kGroup});
+    } else {
+      all.push_back({b.data_offset, b.data_offset + values(b) * item_bytes(b)});
+    }
+  }
+  if (table_bytes(batch)) all.push_back({batch.table_offset, batch.table_offset + table_bytes(batch)});
+  std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  return all;
+}
+
+std::vector<Extent> paddings(const Batch& batch) {
+  std::vector<Extent> gaps;
+  int64_t at = 0;
+  for (const Extent& e : extents(batch)) {
+    if (e.begin > at) gaps.push_back({at, e.begin});
+    at = e.end;
+  }
+  if (at < batch.cold_bytes) gaps.push_back({at, batch.cold_bytes});
+  return gaps;
+}
+
+void check_buffer(const Batch& batch, int64_t index) {
+  const BufferPlan& b = batch.buffers[index];
+  const std::string name = "buffer " + text(index);
+  if (b.address == 0) fail(name + ": address is 0");
+  if (b.heads < 1 || b.tokens < 1 || b.dim < 1) fail(name + ": heads, tokens and dim must be at least 1");
+  if (b.dtype < 0 || b.dtype > int64_t(DType::kBytes)) fail(name + ": unknown dtype code " + text(b.dtype));
+  int64_t bytes;
+  if (__builtin_mul_overflow(b.heads, b.tokens, &bytes) || __builtin_mul_overflow(bytes, b.dim, &bytes) ||
+      __builtin_mul_overflow(bytes, int64_t(4), &bytes))
+    fail(name + ": too large");
+  if (!b.compressed) return;
+  if (dtype_of(b) == DType::kBytes) fail(name + ": bytes cannot be compressed");
+  if (b.dim % kGroup) fail(name + ": dim " + text(b.dim) + " is not a multiple of " + text(kGroup));
+}
+
+// Rows of heads first..: merged into fewer, longer ones where memory is contiguous.
+struct Run {
+  Rows rows;
+  int64_t dim;
+};
+
+Run run_of(const BufferPlan& b, uint8_t* page, int64_t head, int64_t token, int64_t heads, int64_t tokens) {
+  uint8_t* base = page + head * b.head_stride + token * b.token_stride;
+  const bool joined = heads == 1 || b.head_stride == tokens * b.token_stride;
+  const int64_t count = joined ? heads * tokens : tokens;
+  if (b.token_stride == row_bytes(b)) return {{base, count * row_bytes(b), 1}, count * b.dim};
+  return {{base, b.token_stride, count}, b.dim};
+}
+
+// Calls f(run, cold row index) for the valid rows of a page, in cold order [head, token].
+template <class F>
+void each_run(const BufferPlan& b, uint8_t* page, int64_t tokens, F&& f) {
+  if (tokens == 0) return;
+  if (tokens == b.tokens && b.head_stride == tokens * b.token_stride) {
+    f(run_of(b, page, 0, 0, b.heads, tokens), 0);
+    return;
+  }
+  for (int64_t h = 0; h < b.heads; ++h) f(run_of(b, page, h, 0, 1, tokens), h * b.tokens);
+}
+
+// Largest magnitude of the valid rows as bits of the coded type, read in the order of memory.
+uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens) {
+  const bool wide = dtype_of(b) == DType::kFP32;
+  const auto amax = wide ? kernels.amax32 : kernels.amax16;
+  uint32_t most = 0;
+  if (b.heads > 1 && b.head_stride == row_bytes(b)) {
+    const bool dense = b.token_stride == b.heads * row_bytes(b);
+    const Rows rows{page, dense ? tokens * b.token_stride : b.token_stride, dense ? (tokens > 0) : tokens};
+    most = amax(rows, dense ? tokens * b.heads * b.dim : b.heads * b.dim);
+  } else {
+    each_run(b, page, tokens, [&](const Run& run, int64_t) { most = std::max(most, amax(run.rows, run.dim)); });
+  }
+  return wide ? bf16_of(float_of(most)) : uint16_t(most);
+}
+
+void copy_in(const BufferPlan& b, uint8_t* page, int64_t tokens, uint8_t* cold) {
+  const int64_t row = row_bytes(b);
+  uint8_t* data = cold + b.data_offset;
+  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
+    uint8_t* to = data + first_row * row;
+    const int64_t bytes = run.dim * item_bytes(b);
+    for (int64_t r = 0; r < run.rows.count; ++r) std::memcpy(to + r * bytes, run.rows.base + r * run.rows.stride, size_t(bytes));
+  });
+  for (int64_t h = 0; h < b.heads && tokens < b.tokens; ++h)
+    std::memset(data + (h * b.tokens + tokens) * row, 0, size_t((b.tokens - tokens) * row));
+}
+
+void copy_out(const BufferPlan& b, const uint8_t* cold, uint8_t* page, int64_t tokens) {
+  const int64_t row = row_bytes(b);
+  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
+    const uint8_t* from = cold + b.data_offset + first_row * row;
+    const int64_t bytes = run.dim * item_bytes(b);
+    for (int64_t r = 0; r < run.rows.count; ++r) std::memcpy(run.rows.base + r * run.rows.stride, from + r * bytes, size_t(bytes));
+  });
+}
+
+void quantize(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, ptrdiff_t ahead, int k,
+              uint8_t* cold) {
+  const EncodeTable& table = encode_table(coded_dtype(b), k);
+  const auto encode = dtype_of(b) == DType::kFP32 ? kernels.encode32 : kernels.encode16;
+  uint8_t* data = cold + b.data_offset;
+  uint8_t* scales = cold + b.scale_offset;
+  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
+    encode(run.rows, run.dim / kGroup, ahead, table, data + first_row * b.dim / 2, scales + first_row * b.dim / kGroup);
+  });
+  for (int64_t h = 0; h < b.heads && tokens < b.tokens; ++h) {
+    const int64_t first = (h * b.tokens + tokens) * b.dim, rest = (b.tokens - tokens) * b.dim;
+    std::memset(data + first / 2, 0, size_t(rest / 2));
+    std::memset(scales + first / kGroup, kScaleMinCode, size_t(rest / kGroup));
+  }
+}
+
+// Distance to the same rows of the next buffer of the batch, 0 where there is none of the same shape.
+ptrdiff_t ahead_of(const Batch& batch, int64_t buffer, int64_t i) {
+  const BufferPlan& b = batch.buffers[buffer];
+  const bool last = buffer + 1 == batch.num_buffers;
+  if (last && i + 1 == batch.num_pages) return 0;
+  const BufferPlan& next = batch.buffers[last ? 0 : buffer + 1];
+  if (next.head_stride != b.head_stride || next.token_stride != b.token_stride || next.dtype != b.dtype) return 0;
+  return page_address(next, batch.page_ids[last ? i + 1 : i]) - page_address(b, batch.page_ids[i]);
+}
+
+Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, uint8_t* cold) {
+  uint8_t* table = cold + batch.table_offset;
+  for (int64_t n = 0; n < batch.num_buffers; ++n) {
+    const BufferPlan& b = batch.buffers[n];
+    uint8_t* page = page_address(b, batch.page_ids[i]);
+    const int64_t tokens = valid_tokens(batch, b, i);
+    if (!b.compressed) {
+      copy_in(b, page, tokens, cold);
+      continue;
+    }
+    const uint16_t amax = amax_bits(kernels, b, page, tokens);
+    if (amax >= (coded_dtype(b) == DType::kFP16 ? 0x7C00 : 0x7F80)) return kNonFinite;
+    GlobalScaleChoice choice{0, false};
+    if (batch.table_offset >= 0) {
+      choice = select_k(coded_dtype(b), amax);
+      if (choice.clips) return kOutOfRange;
+      *table++ = uint8_t(choice.k);
+    }
+    quantize(kernels, b, page, tokens, ahead_of(batch, n, i), choice.k, cold);
+  }
+  return kAccepted;
+}
+
+void decode_buffer(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, uint8_t* page, int64_t tokens,
+                   int k, bool stream) {
+  const DecodeTable& table = decode_table(coded_dtype(b), k);
+  const auto decode = dtype_of(b) == DType::kFP32 ? kernels.decode32 : kernels.decode16;
+  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
+    decode(cold + b.data_offset + first_row * b.dim / 2, cold + b.scale_offset + first_row * b.dim / kGroup,
+           run.dim / kGroup, table, run.rows, stream);
+  });
+}
+
+}  // namespace
+
+void check(const Batch& batch) {
+  if (batch.page_tokens < 1) fail("page_tokens = " + text(batch.page_tokens) + ", must be at least 1");
+  if (batch.cold_bytes < 1) fail("cold_bytes = " + text(batch.cold_bytes) + ", must be at least 1");
+  for (int64_t n = 0; n < batch.num_buffers; ++n) check_buffer(batch, n);
+  int64_t at = 0;
+  for (const Extent& e : extents(batch)) {
+    if (e.begin < at || e.end > batch.cold_bytes || e.end < e.begin)
+      fail("cold bytes [" + text(e.begin) + ", " + text(e.end) + ") overlap others or lie outside a page of " +
+           text(batch.cold_bytes));
+    at = e.end;
+  }
+  for (int64_t i = 0; i < batch.num_pages; ++i) {
+    const int64_t page = batch.page_ids[i], valid = batch.valid_tokens[i], offset = batch.offsets[i];
+    if (offset < 0 || offset > batch.arena_bytes - batch.cold_bytes)
+      fail("offset " + text(offset) + " of a cold page of " + text(batch.cold_bytes) + " bytes lies outside an arena of " +
+           text(batch.arena_bytes));
+    if (valid < 0 || valid > batch.page_tokens)
+      fail("page " + text(page) + ": " + text(valid) + " valid tokens, a page holds " + text(batch.page_tokens));
+    for (int64_t n = 0; n < batch.num_buffers; ++n) {
+      const BufferPlan& b = batch.buffers[n];
+      const int64_t last = (b.num_tokens - 1) / batch.page_tokens;
+      if (page < 0 || b.num_tokens < 1 || page > last)
+        fail("page " + text(page) + " is outside the pool, whose buffer " + text(n) + " has " + text(b.num_tokens) + " tokens");
+      if (per_token(batch, b) && page * batch.page_tokens + valid > b.num_tokens)
+        fail("page " + text(page) + " with " + text(valid) + " valid tokens reaches past the " + text(b.num_tokens) +
+             " tokens of buffer " + text(n));
+    }
+  }
+}
+
+void check_decode(const Batch& batch, const uint8_t* arena, int64_t buffer_begin, int64_t buffer_end) {
+  if (buffer_begin < 0 || buffer_end < buffer_begin || buffer_end > batch.num_buffers)
+    fail("buffers [" + text(buffer_begin) + ", " + text(buffer_end) + ") of a page with " + text(batch.num_buffers));
+  if (batch.table_offset < 0) return;
+  for (int64_t i = 0; i < batch.num_pages; ++i) {
+    const uint8_t* table = arena + batch.offsets[i] + batch.table_offset;
+    for (int64_t n = 0; n < batch.num_buffers; ++n) {
+      if (!batch.buffers[n].compressed) continue;
+      const int k = int8_t(*table++);
+      const KLimits limits = k_limits(coded_dtype(batch.buffers[n]));
+      if (k < limits.low || k > limits.high)
+        fail("cold page " + text(i) + " of the batch: k = " + text(k) + " for buffer " + text(n) + " is outside [" +
+             text(limits.low) + ", " + text(limits.high) + "]; the bytes are not those of such a page");
+    }
+  }
+}
+
+void encode_pages(const Batch& batch, uint8_t* arena, const uint64_t* seeds, uint8_t* checksums, uint8_t* refused) {
+  const RowKernels& kernels = row_kernels();
+  const std::vector<Extent> gaps = paddings(batch);
+  for (int64_t i = 0; i < batch.num_pages; ++i) {
+    uint8_t* cold = arena + batch.offsets[i];
+    refused[i] = encode_page(batch, kernels, i, cold);
+    if (refused[i] != kAccepted) continue;
+    for (const Extent& gap : gaps) std::memset(cold + gap.begin, 0, size_t(gap.end - gap.begin));
+    xxh3_128(cold, size_t(batch.cold_bytes), seeds[i], checksums + 16 * i);
+  }
+}
+
+void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin, int64_t buffer_end) {
+  const RowKernels& kernels = row_kernels();
+  int64_t hot_bytes = 0;
+  for (int64_t n = buffer_begin; n < buffer_end; ++n) hot_bytes += values(batch.buffers[n]) * item_bytes(batch.buffers[n]);
+  const bool stream = hot_bytes * batch.num_pages >= kStreamBytes;
+  const int64_t packed_before =
+      std::count_if(batch.buffers, batch.buffers + buffer_begin, [](const BufferPlan& b) { return b.compressed; });
+  for (int64_t i = 0; i < batch.num_pages; ++i) {
+    const uint8_t* cold = arena + batch.offsets[i];
+    const uint8_t* table = cold + batch.table_offset + packed_before;
+    for (int64_t n = buffer_begin; n < buffer_end; ++n) {
+      const BufferPlan& b = batch.buffers[n];
+      uint8_t* page = page_address(b, batch.page_ids[i]);
+      const int64_t tokens = valid_tokens(batch, b, i), existing = existing_tokens(batch, b, i);
+      if (b.compressed)
+        decode_buffer(kernels, b, cold, page, tokens, batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
+      else
+        copy_out(b, cold, page, tokens);
+      for (int64_t h = 0; h < b.heads; ++h)
+        for (int64_t t = tokens; t < existing; ++t)
+          std::memset(page + h * b.head_stride + t * b.token_stride, 0, size_t(row_bytes(b)));
+    }
+  }
+  kernels.fence();
+}
+
+}  // namespace kvtier

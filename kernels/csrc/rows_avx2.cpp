@@ -1,0 +1,215 @@
+// AVX2 kernels: one group of 16 values per 256-bit register. Compiled for every x86-64, run where the CPU has AVX2.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "rows.h"
+
+#define KVTIER_AVX2 __attribute__((target("avx2")))
+#define KVTIER_AVX2_INLINE __attribute__((target("avx2"), always_inline)) inline
+
+namespace kvtier {
+namespace {
+
+KVTIER_AVX2_INLINE __m256i load256(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+KVTIER_AVX2_INLINE __m128i load128(const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
+
+// 8 floats to BF16 magnitude bits with the sign in bit 15, in 32-bit lanes. NaN becomes infinity, as in bf16_of.
+KVTIER_AVX2_INLINE __m256i bf16_lanes(__m256i x) {
+  const __m256i magnitude = _mm256_min_epu32(_mm256_and_si256(x, _mm256_set1_epi32(0x7FFFFFFF)), _mm256_set1_epi32(0x7F800000));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x7FFF)), odd), 16);
+  return _mm256_or_si256(rounded, _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(0x8000)));
+}
+
+// One group as 16 lanes of 16 bits.
+template <int kItemSize>
+KVTIER_AVX2_INLINE __m256i load_group(const uint8_t* at) {
+  if constexpr (kItemSize == 2) {
+    return load256(at);
+  } else {
+    const __m256i packed = _mm256_packus_epi32(bf16_lanes(load256(at)), bf16_lanes(load256(at + 32)));
+    return _mm256_permute4x64_epi64(packed, 0xD8);
+  }
+}
+
+KVTIER_AVX2 uint32_t amax16(const Rows& src, int64_t dim) {
+  const __m256i mask = _mm256_set1_epi16(0x7FFF);
+  __m256i m0 = _mm256_setzero_si256(), m1 = m0, m2 = m0, m3 = m0;
+  const int64_t row_bytes = dim * 2;
+  for (int64_t r = 0; r < src.count; ++r) {
+    const uint8_t* at = src.base + r * src.stride;
+    const uint8_t* end = at + row_bytes;
+    for (; end - at >= 128; at += 128) {
+      m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
+      m1 = _mm256_max_epi16(m1, _mm256_and_si256(load256(at + 32), mask));
+      m2 = _mm256_max_epi16(m2, _mm256_and_si256(load256(at + 64), mask));
+      m3 = _mm256_max_epi16(m3, _mm256_and_si256(load256(at + 96), mask));
+    }
+    for (; at < end; at += 32) m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
+  }
+  const __m256i m = _mm256_max_epi16(_mm256_max_epi16(m0, m1), _mm256_max_epi16(m2, m3));
+  const __m128i half = _mm_max_epi16(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  // The only horizontal instruction finds a minimum.
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
+  return uint16_t(~_mm_cvtsi128_si32(least));
+}
+
+KVTIER_AVX2 uint32_t amax32(const Rows& src, int64_t dim) {
+  const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
+  __m256i m0 = _mm256_setzero_si256(), m1 = m0;
+  const int64_t row_bytes = dim * 4;
+  for (int64_t r = 0; r < src.count; ++r) {
+    const uint8_t* at = src.base + r * src.stride;
+    for (const uint8_t* end = at + row_bytes; at < end; at += 64) {
+      m0 = _mm256_max_epi32(m0, _mm256_and_si256(load256(at), mask));
+      m1 = _mm256_max_epi32(m1, _mm256_and_si256(load256(at + 32), mask));
+    }
+  }
+  alignas(32) int32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_max_epi32(m0, m1));
+  int32_t most = 0;
+  for (int32_t lane : lanes) most = lane > most ? lane : most;
+  return uint32_t(most);
+}
+
+// Codes of one group in 16 lanes (sign in bit 3); its scale code is written to *scale.
+KVTIER_AVX2_INLINE __m256i group_codes(__m256i x, const EncodeTable& table, uint8_t* scale) {
+  const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
+  const __m128i half = _mm_max_epi16(_mm256_castsi256_si128(magnitude), _mm256_extracti128_si256(magnitude, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(0x7FFF)));
+  const uint32_t most = 0x7FFFu ^ uint32_t(_mm_extract_epi16(least, 0));
+  const uint8_t code = table.scale[most];
+  *scale = code;
+  const uint32_t* threshold = table.threshold[code];
+  __m256i codes = _mm256_and_si256(_mm256_srli_epi16(x, 12), _mm256_set1_epi16(8));
+  for (int i = 0; i < 7; ++i)
+    codes = _mm256_sub_epi16(codes, _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi32(int(threshold[i]))));
+  return codes;
+}
+
+// Two groups of codes to bytes: per 128-bit lane, 4 words of the first and 4 of the second.
+KVTIER_AVX2_INLINE __m256i nibble_pairs(__m256i a, __m256i b) {
+  return _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), _mm256_set1_epi16(0x1001));
+}
+
+template <int kItemSize>
+KVTIER_AVX2 void encode(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable& table, uint8_t* data,
+                        uint8_t* scales) {
+  constexpr int kGroupBytes = kGroup * kItemSize;
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t r = 0; r < src.count; ++r) {
+    const uint8_t* at = src.base + r * src.stride;
+    int64_t left = groups;
+    for (; left >= 4; left -= 4, at += 4 * kGroupBytes, data += 32, scales += 4) {
+      if (ahead)
+        for (int line = 0; line < 4 * kGroupBytes; line += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(at) + ahead + line, _MM_HINT_T1);
+      const __m256i a = group_codes(load_group<kItemSize>(at), table, scales);
+      const __m256i b = group_codes(load_group<kItemSize>(at + kGroupBytes), table, scales + 1);
+      const __m256i c = group_codes(load_group<kItemSize>(at + 2 * kGroupBytes), table, scales + 2);
+      const __m256i d = group_codes(load_group<kItemSize>(at + 3 * kGroupBytes), table, scales + 3);
+      const __m256i bytes = _mm256_packus_epi16(nibble_pairs(a, b), nibble_pairs(c, d));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+    for (; left > 0; --left, at += kGroupBytes, data += 8, ++scales) {
+      const __m256i pairs = nibble_pairs(group_codes(load_group<kItemSize>(at), table, scales), _mm256_setzero_si256());
+      const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(pairs, pairs), order);
+      const int64_t eight = _mm_cvtsi128_si64(_mm256_castsi256_si128(bytes));
+      __builtin_memcpy(data, &eight, 8);
+    }
+  }
+}
+
+template <bool kStream>
+KVTIER_AVX2_INLINE void store(uint8_t* at, __m256i x) {
+  if constexpr (kStream)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(at), x);
+  else
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x);
+}
+
+// 16 nibble indices in a register to 16 values at `at`.
+template <int kItemSize, bool kStream>
+KVTIER_AVX2_INLINE void store_group(__m128i nibbles, const uint8_t* bytes, uint8_t* at) {
+  const __m128i low = _mm_shuffle_epi8(load128(bytes), nibbles);
+  const __m128i high = _mm_shuffle_epi8(load128(bytes + 16), nibbles);
+  const __m128i first = _mm_unpacklo_epi8(low, high), second = _mm_unpackhi_epi8(low, high);
+  if constexpr (kItemSize == 2) {
+    store<kStream>(at, _mm256_set_m128i(second, first));
+  } else {
+    store<kStream>(at, _mm256_slli_epi32(_mm256_cvtepu16_epi32(first), 16));
+    store<kStream>(at + 32, _mm256_slli_epi32(_mm256_cvtepu16_epi32(second), 16));
+  }
+}
+
+template <int kItemSize, bool kStream>
+KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
+                             const Rows& dst) {
+  constexpr int kGroupBytes = kGroup * kItemSize;
+  const __m128i nibble = _mm_set1_epi8(15);
+  for (int64_t r = 0; r < dst.count; ++r) {
+    uint8_t* at = dst.base + r * dst.stride;
+    int64_t left = groups;
+    for (; left >= 2; left -= 2, at += 2 * kGroupBytes, data += 16, scales += 2) {
+      const __m128i packed = load128(data);
+      const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+      store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
+      store_group<kItemSize, kStream>(_mm_unpackhi_epi8(even, odd), table.bytes[scales[1]], at + kGroupBytes);
+    }
+    if (left) {
+      const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data));
+      const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+      store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
+      data += 8, scales += 1;
+    }
+  }
+}
+
+template <int kItemSize>
+KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
+                        const Rows& dst, bool stream) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride)) % 32 == 0;
+  if (stream && aligned)
+    decode_rows<kItemSize, true>(data, scales, groups, table, dst);
+  else
+    decode_rows<kItemSize, false>(data, scales, groups, table, dst);
+}
+
+KVTIER_AVX2 void xxh3_stripes(uint64_t* lanes, const uint8_t* input, size_t stripes, const uint8_t* secret) {
+  __m256i* at = reinterpret_cast<__m256i*>(lanes);
+  __m256i sum[2] = {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+  for (size_t s = 0; s < stripes; ++s, input += 64, secret += 8)
+    for (int half = 0; half < 2; ++half) {
+      const __m256i value = load256(input + 32 * half);
+      const __m256i keyed = _mm256_xor_si256(value, load256(secret + 32 * half));
+      const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+      sum[half] = _mm256_add_epi64(sum[half], _mm256_add_epi64(product, _mm256_shuffle_epi32(value, 0x4E)));
+    }
+  _mm256_storeu_si256(at, sum[0]);
+  _mm256_storeu_si256(at + 1, sum[1]);
+}
+
+KVTIER_AVX2 void xxh3_scramble(uint64_t* lanes, const uint8_t* secret) {
+  const __m256i prime = _mm256_set1_epi32(int(0x9E3779B1u));
+  __m256i* at = reinterpret_cast<__m256i*>(lanes);
+  for (int half = 0; half < 2; ++half) {
+    __m256i x = _mm256_loadu_si256(at + half);
+    x = _mm256_xor_si256(_mm256_xor_si256(x, _mm256_srli_epi64(x, 47)), load256(secret + 32 * half));
+    const __m256i low = _mm256_mul_epu32(x, prime);
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+    _mm256_storeu_si256(at + half, _mm256_add_epi64(low, _mm256_slli_epi64(high, 32)));
+  }
+}
+
+void fence() { _mm_sfence(); }
+
+}  // namespace
+
+const RowKernels kAvx2Rows = {
+    "avx2", amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
+};
+
+}  // namespace kvtier
+
+#endif

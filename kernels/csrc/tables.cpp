@@ -1,0 +1,92 @@
+#include "tables.h"
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+namespace kvtier {
+namespace {
+
+float widen(DType dtype, uint16_t bits) {
+  return dtype == DType::kFP16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
+uint16_t largest_finite(DType dtype) { return dtype == DType::kFP16 ? 0x7BFF : 0x7F7F; }
+
+void fill(EncodeTable& table, DType dtype, int k) {
+  const float global_scale = power_of_two(-k);
+  const uint16_t last = largest_finite(dtype);
+  for (int m = 0; m < 1 << 15; ++m)
+    table.scale[m] = m > last ? uint8_t(kScaleMaxCode) : scale_code(widen(dtype, uint16_t(m)), global_scale);
+  for (int code = 0; code < 128; ++code) {
+    const bool used = code >= kScaleMinCode && code <= kScaleMaxCode;
+    const float inverse = used ? inverse_step(uint8_t(code), k) : 0.0f;
+    for (int i = 0; i < 8; ++i) {
+      // The smallest magnitude whose code is above i; codes grow with magnitude, so bisect.
+      int below = 0, above = last + 1;
+      while (used && i < 7 && above - below > 1) {
+        const int middle = (below + above) / 2;
+        (e2m1_magnitude(widen(dtype, uint16_t(middle)) * inverse) > i ? above : below) = middle;
+      }
+      table.threshold[code][i] = uint32_t(above - 1) * 0x10001u;
+    }
+  }
+}
+
+void fill(DecodeTable& table, DType dtype, int k) {
+  const float global = power_of_two(k);
+  for (int scale = 0; scale < 256; ++scale)
+    for (int code = 0; code < 16; ++code) {
+      const float x = e2m1_to_float(code) * (e4m3_to_float(uint8_t(scale)) * global);
+      const uint16_t bits = dtype == DType::kFP16 ? fp16_of(x) : std::isnan(x) ? uint16_t(0x7FC0) : bf16_of(x);
+      table.bytes[scale][code] = uint8_t(bits);
+      table.bytes[scale][16 + code] = uint8_t(bits >> 8);
+    }
+}
+
+template <class Table>
+class Cache {
+ public:
+  const Table& at(DType dtype, int k) {
+    Entry& entry = entries_[dtype == DType::kFP16][size_t(k + 100)];
+    std::call_once(entry.once, [&] {
+      auto table = std::make_unique<Table>();
+      fill(*table, dtype, k);
+      entry.table = std::move(table);
+    });
+    return *entry.table;
+  }
+
+ private:
+  struct Entry {
+    std::once_flag once;
+    std::unique_ptr<Table> table;
+  };
+  std::array<std::array<Entry, 201>, 2> entries_;
+};
+
+}  // namespace
+
+const EncodeTable& encode_table(DType dtype, int k) {
+  static Cache<EncodeTable>& cache = *new Cache<EncodeTable>;
+  return cache.at(dtype, k);
+}
+
+const DecodeTable& decode_table(DType dtype, int k) {
+  static Cache<DecodeTable>& cache = *new Cache<DecodeTable>;
+  return cache.at(dtype, k);
+}
+
+GlobalScaleChoice select_k(DType dtype, uint16_t amax_bits) {
+  const KLimits limits = k_limits(dtype);
+  const float amax = widen(dtype, amax_bits);
+  if (amax == 0.0f) return {limits.low, false};
+  // 2784 = 1.359375 * 2^11, so the mantissa of amax decides between two neighbours.
+  const int exponent = std::ilogb(amax);
+  int k = exponent - 11 + (std::ldexp(amax, -exponent) > 1.359375f);
+  if (k > limits.high) return {limits.high, true};
+  if (k < limits.low) k = limits.low;
+  return {k, false};
+}
+
+}  // namespace kvtier

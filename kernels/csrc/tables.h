@@ -1,0 +1,41 @@
+// Tables that turn NVFP4 arithmetic on 16-bit values into look-ups and integer compares. Built once per (type, k).
+#pragma once
+
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace kvtier {
+
+struct EncodeTable {
+  // Scale code by the 15 magnitude bits of a group's amax.
+  alignas(64) uint8_t scale[1 << 15];
+  // Per scale code, seven thresholds on magnitude bits: a value's code is how many it exceeds. Ties are folded in.
+  // Each is stored twice in 32 bits, the form that one load broadcasts to 16 lanes.
+  alignas(64) uint32_t threshold[128][8];
+};
+
+struct DecodeTable {
+  // Per scale code, the low bytes and then the high bytes of the 16 values that a nibble can mean.
+  alignas(64) uint8_t bytes[256][32];
+};
+
+struct KLimits {
+  int low, high;
+};
+
+// Range of k by the type that decoded values have.
+constexpr KLimits k_limits(DType dtype) { return dtype == DType::kFP16 ? KLimits{-14, 4} : KLimits{-100, 100}; }
+
+// `dtype` is kBF16 or kFP16, k within its limits. Thread-safe; the table lives as long as the process.
+const EncodeTable& encode_table(DType dtype, int k);
+const DecodeTable& decode_table(DType dtype, int k);
+
+// The smallest k with amax <= 2784 * 2^k, clamped to the limits; `clips` tells that even the largest k is too small.
+struct GlobalScaleChoice {
+  int k;
+  bool clips;
+};
+GlobalScaleChoice select_k(DType dtype, uint16_t amax_bits);
+
+}  // namespace kvtier

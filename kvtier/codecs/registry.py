@@ -1,0 +1,56 @@
+"""Codecs by name and by the form of a stored page. A codec's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.abc.codec import Codec, Form
+from kvtier.errors import ConfigError
+
+
+def _raw(**options: Any) -> Codec:
+    from kvtier.codecs.raw import RawCodec
+
+    return RawCodec(**options)
+
+
+def _nvfp4(**options: Any) -> Codec:
+    from kvtier.codecs.nvfp4 import Nvfp4Codec
+
+    return Nvfp4Codec(**options)
+
+
+_CODECS: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {
+    "raw": (_raw, frozenset()),
+    "nvfp4": (_nvfp4, frozenset({"global_scale"})),
+}
+_FORMS: dict[Form, Callable[[], Codec]] = {
+    Form.RAW: _raw,
+    Form.NVFP4: lambda: _nvfp4(global_scale="page"),
+    Form.NVFP4_IDENTITY: lambda: _nvfp4(global_scale="identity"),
+}
+
+
+def codec_names() -> tuple[str, ...]:
+    return tuple(_CODECS)
+
+
+def codec(name: str, **options: Any) -> Codec:
+    """The codec called `name`. Raises ConfigError for an unknown name or option."""
+    if name not in _CODECS:
+        raise ConfigError(f"codec = {name!r}: use one of {', '.join(_CODECS)}")
+    make, known = _CODECS[name]
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        takes = ", ".join(sorted(known)) or "no options"
+        raise ConfigError(f"codec {name!r} has no option {unknown[0]!r} (= {options[unknown[0]]!r}); it takes {takes}")
+    return make(**options)
+
+
+def codec_for_form(form: Form | int) -> Codec:
+    """The codec that reads pages stored in `form`. Raises ConfigError for a form of another version of kvtier."""
+    try:
+        return _FORMS[Form(form)]()
+    except ValueError:
+        raise ConfigError(f"form = {form}: not a form that this version of kvtier reads") from None
