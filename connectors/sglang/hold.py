@@ -1,0 +1,84 @@
+"""The scheduler's side of the connector: requests wait, within a bound, while pages of theirs are on their way up.
+
+A linker is only asked for what is there at the moment of admission. So the first lookup happens when a request is
+queued, and a request whose next page is being promoted is left out of the batches until the page is there or the
+deadline (`promote_deadline`) has passed. All functions run on the scheduler's thread and never raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.connectors.sglang.linker import KVTierLinker
+
+_log = logging.getLogger(__name__)
+
+_IDLE_S = 0.0005
+"""Pause of a scheduler that has nothing but held requests: its loop would spin and starve the promoting threads."""
+
+
+def linker_of(cache: Any) -> KVTierLinker | None:
+    """This connector's linker behind a radix cache, if it has one."""
+    linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
+    return linker if hasattr(linker, "request_started") else None
+
+
+def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | None = None) -> None:
+    """After ``Scheduler._prefetch_kvcache``, which every request passes before it is queued: look its prefix up."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return
+    try:
+        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    except Exception:  # noqa: BLE001 - the engine looks the request up again when it admits it
+        linker.count_error("the first lookup of a request")
+
+
+def build_batch(
+    original: Callable[..., tuple[Any, Any]], scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
+) -> tuple[Any, Any]:
+    """Around ``Scheduler._get_new_batch_prefill_raw``: build the batch without the requests that wait for pages."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, prefill_delayer_single_pass, running_batch)
+    queue = scheduler.waiting_queue
+    held = {id(req) for req in queue if linker.waits(req.rid)}
+    if held:
+        scheduler.waiting_queue = [req for req in queue if id(req) not in held]
+    try:
+        batch, running = original(scheduler, prefill_delayer_single_pass, running_batch)
+    finally:
+        if held:
+            scheduler.waiting_queue = _merged(queue, held, scheduler.waiting_queue)
+    if batch is not None:
+        for req in batch.reqs:
+            linker.request_started(req.rid)
+    elif held and running.is_empty():
+        time.sleep(_IDLE_S)
+    linker.drop_all_but(req.rid for req in scheduler.waiting_queue)
+    return batch, running
+
+
+def request_aborted(_: None, cache: Any, request: Any) -> None:
+    """After ``UnifiedRadixCache.release_aborted_request``: the linker is not told otherwise."""
+    linker = linker_of(cache)
+    if linker is not None:
+        linker.request_dropped(request.rid)
+
+
+def weights_change(updater: Any, recv_req: Any) -> None:
+    """Before an update of the weights in place: what was stored until now must not be found again."""
+    linker = linker_of(getattr(updater.scheduler, "tree_cache", None))
+    if linker is not None:
+        linker.weights_changed()
+
+
+def _merged(before: list[Any], held: set[int], after: list[Any]) -> list[Any]:
+    """The old queue in its order, without what left it, then what joined it meanwhile."""
+    left = {id(req) for req in after}
+    old = {id(req) for req in before}
+    return [r for r in before if id(r) in held or id(r) in left] + [r for r in after if id(r) not in old]

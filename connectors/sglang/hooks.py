@@ -1,0 +1,184 @@
+"""Every place where this connector reaches into SGLang, what it expects to find there, and the check that it did.
+
+SGLang only logs a hook that cannot be applied. Half a connector would hold requests for ever or restore stale pages,
+so nothing is installed unless every target is there with the expected parameters, and an engine that asks for the
+connector is refused with the supported versions named.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import EngineError
+
+SUPPORTED = ("0.5.23",)
+"""Releases of SGLang that the tests ran against. Everything below is private to SGLang and may change with any."""
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_ENGINE = "sglang.srt.entrypoints.engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One wrapped function of the engine. kind: name of a `HookType`. parameters: those of the original, in order."""
+
+    target: str
+    kind: str
+    parameters: tuple[str, ...]
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Something of the engine that is used as it is: attributes of a class, by name."""
+
+    target: str
+    attributes: tuple[str, ...]
+
+
+USED = (
+    Expected(
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter",
+        ("update_producer", "complete", "fail", "finish", "wait_until", "reset"),
+    ),
+    Expected(
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper",
+        ("match", "load_back", "finish_loads", "release_request"),
+    ),
+    Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input",)),
+    Expected("sglang.srt.managers.scheduler.Scheduler", ("_add_request_to_queue",)),
+)
+LINKER_METHODS = frozenset(
+    {
+        "lookup",
+        "load",
+        "start_layer_wise_loading",
+        "finish_layer_wise_loading",
+        "cancel_queued_load",
+        "offload",
+        "num_completed_offloads",
+        "pop_completed_offload",
+        "reset",
+        "close",
+    }
+)
+"""Abstract methods of UnifiedCacheLinker: one more would be a duty that this connector does not know."""
+
+
+def argument_hooks() -> tuple[Hook, ...]:
+    """Hooks on the command line, for the process that parses it."""
+    from kvtier.connectors.sglang import arguments
+
+    args = "sglang.srt.server_args.ServerArgs."
+    return (
+        Hook(args + "add_cli_args", "AFTER", ("parser",), arguments.add_flags),
+        Hook(args + "from_cli_args", "AROUND", ("cls", "args"), arguments.translate_namespace),
+    )
+
+
+def scheduler_hooks() -> tuple[Hook, ...]:
+    """Hooks in the process of the scheduler."""
+    from kvtier.connectors.sglang import hold
+
+    scheduler = f"{_SCHEDULER}.Scheduler."
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    updates = (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "begin_weight_update",
+    )
+    return (
+        Hook(scheduler + "_prefetch_kvcache", "AFTER", ("self", "req", "storage_hit_end"), hold.request_queued),
+        Hook(
+            scheduler + "_get_new_batch_prefill_raw",
+            "AROUND",
+            ("self", "prefill_delayer_single_pass", "running_batch"),
+            hold.build_batch,
+        ),
+        Hook(
+            "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_aborted_request",
+            "AFTER",
+            ("self", "request"),
+            hold.request_aborted,
+        ),
+        *(Hook(updater + name, "BEFORE", ("self", "recv_req"), hold.weights_change) for name in updates),
+    )
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Register `hooks` with SGLang, all of them or none. EngineError names the first that does not fit."""
+    for hook in hooks:
+        _check(hook)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+
+
+def check_engine() -> None:
+    """EngineError unless the installed SGLang is one that this connector knows. Imports the scheduler."""
+    version = installed_version()
+    if version not in SUPPORTED:
+        raise _refusal(f"SGLang {version} is installed")
+    for expected in USED:
+        owner = _resolve(expected.target)
+        missing = [name for name in expected.attributes if not hasattr(owner, name)]
+        if missing:
+            raise _refusal(f"{expected.target} has no {', '.join(missing)}")
+    linker = _resolve("sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker")
+    if linker.__abstractmethods__ != LINKER_METHODS:
+        changed = sorted(linker.__abstractmethods__ ^ LINKER_METHODS)
+        raise _refusal(f"UnifiedCacheLinker differs in {', '.join(changed)}")
+    for hook in (*argument_hooks(), *scheduler_hooks()):
+        _check(hook)
+
+
+def verify_installed(hooks: Sequence[Hook]) -> None:
+    """EngineError unless every one of `hooks` was applied in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    if missing:
+        raise _refusal(f"the plugin could not be installed completely: {', '.join(missing)} was not hooked")
+
+
+def installed_version() -> str:
+    """Version of the installed SGLang, or what is wrong with it."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "without package metadata"
+
+
+def has_scheduler() -> bool:
+    """Whether this process runs, or may start, a scheduler: importing one elsewhere costs seconds and memory."""
+    return _SCHEDULER in sys.modules
+
+
+def _check(hook: Hook) -> None:
+    original = inspect.unwrap(_resolve(hook.target))
+    found = tuple(inspect.signature(original).parameters)
+    if found not in (hook.parameters, hook.parameters[1:] if hook.parameters[0] == "cls" else ()):
+        raise _refusal(f"{hook.target} takes {found}, not {hook.parameters}")
+
+
+def _resolve(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise _refusal(f"{target} is not there ({error})") from error
+
+
+def _refusal(what: str) -> EngineError:
+    return EngineError(
+        f"--kv-connector kvtier: {what}. This version of kvtier works with SGLang {', '.join(SUPPORTED)}: install one "
+        "of them, or start without --kv-connector"
+    )

@@ -1,0 +1,136 @@
+"""The namespace of an engine's pages: what must be equal for another engine to restore them.
+
+SGLang's own page hashes chain tokens, the request's extra key (to which the LoRA adapter's id is appended) and its
+cache salt. Model, weights, dtype, page size, shard and the content of adapters are not in them: they are added here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import EngineError
+from kvtier.keys import fingerprint_weights
+
+_log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 4096
+_READABLE = ("auto", "safetensors")
+_NOT_IDENTITY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Keys of config.json that may differ between two copies of one model. The cache's dtype is in the namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """model: served name, or the architecture where the name is a local path. weights, lora: hex fingerprints."""
+
+    model: str
+    weights: str
+    lora: str
+
+
+def identify(model_config: Any, args: Any) -> EngineIdentity:
+    """`model_config`: SGLang's ModelConfig. `args`: a view of its resolved server arguments."""
+    folder = _model_folder(model_config.model_path, args)
+    return EngineIdentity(
+        model=_model_name(args.served_model_name, model_config),
+        weights=weights_fingerprint(folder, args.load_format, _overrides(args)),
+        lora=lora_fingerprint(args.lora_paths) if args.enable_lora or args.lora_paths else "",
+    )
+
+
+def new_generation() -> str:
+    """Names the weights after an update in place: random, because a counter would repeat in another engine."""
+    return secrets.token_hex(16)
+
+
+def weights_fingerprint(folder: Path | None, load_format: str, overrides: Mapping[str, Any]) -> str:
+    """Hex fingerprint of a checkpoint in safetensors files. Where there is none to read (dummy weights, other
+    formats), a random one: pages are then found again by this engine only, until it restarts."""
+    if load_format == "dummy":
+        return secrets.token_hex(32)
+    shards = sorted(folder.glob("*.safetensors")) if folder is not None and load_format in _READABLE else []
+    if folder is None or not shards:
+        _log.warning(
+            "no safetensors weights to identify this model by (load format %r): its pages are not shared with other "
+            "engines and not found after a restart",
+            load_format,
+        )
+        return secrets.token_hex(32)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k not in _NOT_IDENTITY}
+    return fingerprint_weights({"config": config, **overrides}, (t for shard in shards for t in _tensors(shard)))
+
+
+def lora_fingerprint(adapters: Any) -> str:
+    """Hex digest of the adapters an engine was started with: name, path and content. Adapters that are loaded later
+    have random ids in the engine's own hashes, so they need no place here."""
+    h = hashlib.sha256()
+    for adapter in sorted(adapters or (), key=lambda a: (a.lora_name or "", a.lora_path or "")):
+        described = json.dumps([adapter.lora_id, adapter.lora_name]).encode()
+        folder = Path(adapter.lora_path)
+        shards = sorted(folder.glob("*.safetensors"))
+        content = (
+            fingerprint_weights(_adapter_config(folder), (t for shard in shards for t in _tensors(shard)))
+            if shards
+            else secrets.token_hex(32)
+        )
+        h.update(len(described).to_bytes(4, "little") + described + bytes.fromhex(content))
+    return h.hexdigest()
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return {k: v for k, v in config.items() if k != "base_model_name_or_path"}
+
+
+def _overrides(args: Any) -> dict[str, Any]:
+    """Options that change what the same files compute."""
+    return {
+        "overrides": args.json_model_override_args,
+        "quantization": args.quantization,
+        "compute_dtype": str(args.dtype),
+        "model_impl": args.model_impl,
+    }
+
+
+def _model_name(served: str | None, model_config: Any) -> str:
+    if served and not served.startswith(("/", ".", "~")) and not Path(served).exists():
+        return served
+    return ",".join(model_config.hf_config.architectures or ["unknown"])
+
+
+def _model_folder(path: str, args: Any) -> Path | None:
+    """The directory that the engine loaded from; a hub id is resolved in the local cache, never over the network."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=args.revision, cache_dir=args.download_dir, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        _log.warning("model %r was not found in the local cache: %s", path, error)
+        return None
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, list[int], str, bytes]]:
+    """Name, shape, dtype and first bytes of every tensor of a safetensors file, reading no more than that."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= 100_000_000:
+            raise EngineError(f"{path} is not a safetensors file: its header claims {size} bytes")
+        header = json.loads(file.read(size))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = tensor["data_offsets"]
+            file.seek(8 + size + start)
+            yield name, tensor["shape"], tensor["dtype"], file.read(min(_HEAD_BYTES, end - start))

@@ -1,0 +1,351 @@
+"""The linker that SGLang's radix cache drives: lookups, loads and offloads between device pools and kvtier's tiers.
+
+Every method runs on the scheduler's thread, where an exception would end the engine: each catches everything, counts
+it, and answers with the value that makes the engine recompute. Work that touches bytes runs in the mover's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+
+from kvtier.build import open_codec, open_store
+from kvtier.config import Config
+from kvtier.connectors.sglang import hooks, identity, options
+from kvtier.connectors.sglang.loads import BatchLoad
+from kvtier.connectors.sglang.pools import DevicePool, page_hashes
+from kvtier.errors import EngineError
+from kvtier.keys import Namespace
+from kvtier.lookup import Lookup
+from kvtier.mover import OffloadResult, OnboardResult, PageMover, Ticket, policy_of
+from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.store import TieredStore
+from kvtier.workers import WorkerPool
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_S = 10.0
+"""How long a flush or an update of weights waits for pages that are being copied."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request last asked for: the engine's hashes of the first and the last page and their number say it all,
+    because hashes are chained."""
+
+    first: str
+    last: str
+    pages: int
+    lookup: Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    lookup: Lookup
+    page_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    request_ids: tuple[str, ...]
+    tickets: tuple[Ticket[OnboardResult], ...]
+
+
+def _timed(
+    call: str, fallback: Callable[[], Any]
+) -> Callable[[Callable[Concatenate[KVTierLinker, P], R]], Callable[Concatenate[KVTierLinker, P], R]]:
+    """Catch everything, count it, answer `fallback()`; the time taken from the engine goes to the ledger as `call`."""
+
+    def wrap(method: Callable[Concatenate[KVTierLinker, P], R]) -> Callable[Concatenate[KVTierLinker, P], R]:
+        @wraps(method)
+        def guarded(self: KVTierLinker, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 - an exception here would end the engine
+                self.count_error(call)
+                answer: R = fallback()
+                return answer
+            finally:
+                self.ledger.time_engine(call, time.perf_counter() - start)
+
+        return guarded
+
+    return wrap
+
+
+class KVTierLinker(UnifiedCacheLinker):
+    """See the module's docstring. `extra_config` is what `options.linker_options` put together."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Iterable[Any],
+        extra_config: Mapping[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        hooks.check_engine()
+        hooks.verify_installed(hooks.scheduler_hooks())
+        args = resolving_view(server_args)
+        model_config = model_config_of(server_args)
+        config = options.resolve_config(extra_config)
+        options.check_waiting(config)
+        _refuse_unsupported(args, model_config, components)
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self._pool = DevicePool.of(pool, params.page_size)
+        self._open(config, identity.identify(model_config, args))
+
+        self.forward_stream = forward_stream
+        self._epoch = 0
+        self.pools = {PoolName.KV: pool}
+        self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
+        self._asked: dict[str, _Asked] = {}
+        self._queued: dict[str, _Load] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._offloads: deque[Ticket[OffloadResult]] = deque()
+
+    def _open(self, config: Config, engine: identity.EngineIdentity) -> None:
+        self._config = config
+        self._codec = open_codec(config)
+        self._namespace = Namespace.of(
+            self._pool.spec,
+            policy_of(self._codec),
+            model=engine.model,
+            weights=engine.weights,
+            dtype=self._pool.spec.buffers[0].dtype.value,
+            shard="tp0/1",
+            lora=engine.lora,
+            salt=config.salt,
+        )
+        self._store: TieredStore = open_store(config)
+        self.ledger = self._store.ledger
+        self._mover = self._new_mover()
+        self._watchers = WorkerPool("kvtier-load-watch", 1, lambda error: self.count_error("load", error))
+        self._http: HttpExporter | None = None
+        if config.http is not None:
+            self._http = HttpExporter(self.ledger.registry, HttpOptions(host=config.http.host, port=config.http.port))
+            _log.info("kvtier metrics on %s/metrics", self._http.url)
+        _log.info(
+            "kvtier: namespace %s, pages of %d tokens, %d bytes hot",
+            self._namespace.digest.hex()[:16],
+            self._pool.spec.page_tokens,
+            self._pool.spec.hot_page_bytes,
+        )
+
+    def _new_mover(self) -> PageMover:
+        return PageMover(
+            self._store,
+            self._pool.spec,
+            self._namespace,
+            self._codec,
+            workers=self._config.workers,
+            offload_wait_s=self._config.offload_wait,
+        )
+
+    # -- what the radix cache calls --------------------------------------------------------------------------------
+
+    @_timed("lookup", list)
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Prefix lengths in pages, of the tail that is not on the device, that can be restored now: verified, in host
+        memory, and pinned from here until the request starts or is dropped. The first call starts promotions."""
+        hashes = transfers[0].keys
+        ready: int = self._look_up(rid, hashes).ready_pages
+        return list(range(1, ready + 1))
+
+    def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
+        known = self._asked.get(rid)
+        if known is not None and (known.first, known.last, known.pages) == (hashes[0], hashes[-1], len(hashes)):
+            return self._store.lookup(rid, known.lookup.keys)
+        lookup = self._store.lookup(rid, self._namespace.page_keys(page_hashes(hashes)))
+        self._asked[rid] = _Asked(hashes[0], hashes[-1], len(hashes), lookup)
+        return lookup
+
+    @_timed("load", bool)
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue the pages that the last lookup of `rid` promised. The answer depends on its pins only."""
+        transfer = transfers[0]
+        known = self._asked.get(rid)
+        pages = len(transfer.keys)
+        if known is None or known.first != transfer.keys[0] or known.lookup.ready_pages < pages:
+            return False
+        page_ids = self._pool.page_ids(transfer.device_indices, pages)
+        self._store.hold(known.lookup)
+        self._queued[rid] = _Load(known.lookup, page_ids)
+        return True
+
+    @_timed("load", lambda: -1)
+    def start_layer_wise_loading(self) -> int:
+        """Start every queued load; the forward waits for them layer by layer under the index returned. -1 without any.
+
+        A load that cannot be started fails the batch: its requests were promised their pages."""
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, {}
+        index: int = self.layer_done_counter.update_producer()
+        batch = BatchLoad(self.layer_done_counter, index, len(queued))
+        tickets: list[Ticket[OnboardResult]] = []
+        try:
+            for load in queued.values():  # one by one: those before a failure have started and must be waited for
+                ticket = self._mover.onboard(load.lookup, self._pool.hot, load.page_ids, on_layer=batch.layer_done)
+                tickets.append(ticket)
+            if not self._watchers.submit(lambda: batch.watch(tickets)):
+                raise EngineError("kvtier was closed")
+        except Exception as error:  # noqa: BLE001 - the forward must not wait for ever
+            self.count_error("load")
+            batch.fail(error)
+        self._batches[index] = _Batch(tuple(queued), tuple(tickets))
+        return index
+
+    @_timed("load", bool)
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until nothing of the batch is being written any more; True if every layer of every load arrived."""
+        batch = self._batches.pop(counter_index, None)
+        if batch is None:
+            return False  # asked only for batches that had loads: this one could not even be started
+        landed: bool = self.layer_done_counter.finish(counter_index)
+        results = [ticket.result() for ticket in batch.tickets]
+        for rid in batch.request_ids:
+            self._settle(rid)
+        return landed and all(result.ok for result in results)
+
+    @_timed("load", bool)
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load that was not started; True if there was one."""
+        return self._queued.pop(rid, None) is not None
+
+    @_timed("offload", bool)
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Queue a node's pages. The engine keeps them in place until the result is popped."""
+        transfer = transfers[0]
+        page_ids = self._pool.page_ids(transfer.device_indices, len(transfer.keys))
+        events = self.record_offload_ready()
+        epoch = self._epoch
+
+        def ready() -> None:
+            if epoch != self._epoch:
+                raise EngineError("the engine's cache was flushed before these pages were copied")
+            for event in events:
+                event.synchronize()
+
+        self._offloads.append(self._mover.offload(self._pool.hot, page_hashes(transfer.keys), page_ids, ready=ready))
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """How many results can be popped now, in the order of submission."""
+        done = 0
+        for ticket in self._offloads:
+            if not ticket.done():
+                break
+            done += 1
+        return done
+
+    def pop_completed_offload(self) -> bool:
+        """The oldest result: whether all pages of the node are in a tier."""
+        return bool(self._offloads) and self._offloads.popleft().result().ok
+
+    @_timed("reset", lambda: None)
+    def reset(self) -> None:
+        """The engine forgets its cache: end all copying, drop loads, pins and results. Stored pages stay."""
+        self._queued.clear()
+        for index in list(self._batches):
+            self.finish_layer_wise_loading(index)
+        self._quiesce()
+        self._offloads.clear()
+        for rid in self._store.open_requests():
+            self._store.settle(rid)
+        self._asked.clear()
+        self.layer_done_counter.reset()
+
+    @_timed("reset", lambda: None)
+    def close(self) -> None:
+        """End all copying and close every tier."""
+        self._mover.close()
+        self._watchers.close(1.0)
+        self._store.close()
+        if self._http is not None:
+            self._http.close()
+
+    # -- what the scheduler's hooks call ---------------------------------------------------------------------------
+
+    def waits(self, rid: str) -> bool:
+        """Whether a page that would extend the request's prefix is on its way and its deadline has not passed."""
+        known = self._asked.get(rid)
+        return known is not None and known.lookup.pending
+
+    def request_started(self, rid: str) -> None:
+        """The request is in a batch. Pages that it loads are counted when the load ends."""
+        if rid in self._asked and not any(rid in batch.request_ids for batch in self._batches.values()):
+            self._settle(rid)
+
+    def request_dropped(self, rid: str) -> None:
+        """The request was aborted before its forward ended. A load under way keeps its pins until it ends."""
+        self.request_started(rid)
+
+    def drop_all_but(self, waiting: Iterable[str]) -> None:
+        """Let go of requests that left the queue in a way that nobody reported."""
+        if self._asked:
+            keep = {*waiting, *self._queued, *(rid for batch in self._batches.values() for rid in batch.request_ids)}
+            for rid in [rid for rid in self._asked if rid not in keep]:
+                self._settle(rid)
+
+    @_timed("reset", lambda: None)
+    def weights_changed(self) -> None:
+        """Pages stored until now belong to weights that are gone: look none of them up again."""
+        for rid in list(self._asked):
+            self._settle(rid)
+        self._quiesce()
+        self._mover.close()
+        self._namespace = replace(self._namespace, generation=identity.new_generation())
+        self._mover = self._new_mover()
+
+    def count_error(self, where: str, error: BaseException | None = None) -> None:
+        """Count and log the exception being handled (or `error`), which the engine does not see."""
+        self.ledger.error("engine")
+        _log.error("kvtier: %s failed, the engine goes on without it", where, exc_info=error or True)
+
+    def _quiesce(self) -> None:
+        """Return when no worker reads or writes the pool any more. Copies that have not begun are given up after a
+        while; those that have are waited for, since the engine is about to reuse their pages."""
+        if not self._mover.drain(_DRAIN_S):
+            _log.warning("kvtier: pages were still waiting to be copied after %s s and are dropped", _DRAIN_S)
+            self._epoch += 1
+            self._mover.drain()
+
+    def _settle(self, rid: str) -> None:
+        self._asked.pop(rid, None)
+        try:
+            self._store.settle(rid)
+        except Exception:  # noqa: BLE001 - called from hooks on the scheduler's thread
+            self.count_error("settling a request")
+
+
+def _refuse_unsupported(args: Any, model_config: Any, components: Iterable[Any]) -> None:
+    options.refuse_excluded({e.option: getattr(args, e.option, None) for e in options.EXCLUDED}, options.EXCLUDED)
+    others = sorted(c.name for c in components if c is not ComponentType.FULL)
+    if others:
+        raise EngineError(
+            f"this model's cache has {', '.join(others)} state beside attention: kvtier serves plain MHA and GQA "
+            "caches. Start it without --kv-connector"
+        )
+    if model_config.is_multimodal and not args.language_model_only:
+        raise EngineError(
+            "this model takes images or sound, which kvtier was not tested with. Give --language-model-only, or start "
+            "without --kv-connector"
+        )

@@ -1,0 +1,36 @@
+"""Entry point of the group ``sglang.srt.plugins``: SGLang calls `register` in each of its processes before it parses
+arguments or builds a scheduler."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+
+from kvtier.connectors.sglang import hooks
+from kvtier.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Add ``--kv-connector`` and hook the scheduler where there is one.
+
+    Never raises, so that an engine that does not use kvtier is not affected by a mismatch; one that does is refused
+    when its arguments are parsed, and again when its linker is built."""
+    try:
+        if multiprocessing.parent_process() is None:
+            hooks.install(hooks.argument_hooks())
+            _accept_keywords()
+        if hooks.has_scheduler():
+            hooks.install(hooks.scheduler_hooks())
+    except EngineError as error:
+        _log.warning("%s", error)
+
+
+def _accept_keywords() -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    from kvtier.connectors.sglang.arguments import EngineArguments
+
+    if not isinstance(Engine.server_args_class, EngineArguments):
+        Engine.server_args_class = EngineArguments(Engine.server_args_class)

@@ -1,0 +1,87 @@
+"""SGLang's device pools described as hot pages: which buffers a page has, and which page a token's slot lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import EngineError
+from kvtier.hot import HotLayout, HotPool, dtype_of
+from kvtier.spec import BufferSpec, DType, PageSpec, Role
+
+POOL_CLASS = "MHATokenToKVPool"
+DTYPES = (DType.BF16, DType.FP16, DType.FP32)
+_LAYOUTS = {"nhd": HotLayout.NHD, "hnd": HotLayout.HND}
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """The K and V buffers of an MHA or GQA pool, by layer.
+
+    NHD: per layer ``[slots, heads, dim]``, page p is slots ``[p * page_tokens, (p + 1) * page_tokens)``; HND: per
+    layer ``[pages, heads, page_tokens, dim]``. Page 0 belongs to the engine's padding and never comes up. K and V may
+    differ in `dim`.
+    """
+
+    spec: PageSpec
+    hot: HotPool
+    layers: int
+
+    @staticmethod
+    def of(pool: Any, page_tokens: int) -> DevicePool:
+        """Describe `pool`. EngineError names what this connector cannot serve."""
+        kind = type(pool).__name__
+        if kind != POOL_CLASS:
+            raise EngineError(
+                f"the KV pool is a {kind}: kvtier serves {POOL_CLASS} (MHA, MQA and GQA models without a quantized, "
+                "sliding-window or hybrid cache). Start this model without --kv-connector"
+            )
+        layout = _LAYOUTS.get(pool.kv_cache_layout)
+        if layout is None:
+            raise EngineError(
+                f"the KV pool has layout {pool.kv_cache_layout!r}: kvtier serves {' and '.join(_LAYOUTS)}. "
+                "Choose an attention backend that uses one of them"
+            )
+        if pool.page_size != page_tokens:
+            raise EngineError(f"the KV pool has pages of {pool.page_size} tokens and the cache of {page_tokens}")
+        keys, values = list(pool.k_buffer), list(pool.v_buffer)
+        device = keys[0].device.type
+        if device != "cpu":
+            raise EngineError(f"the KV pool lies on {device!r}: this version of kvtier serves pools in CPU memory only")
+        # The engine stores FP8 in buffers of bytes, so its own dtype is the one to name.
+        name = str(pool.dtype).removeprefix("torch.")
+        if pool.store_dtype != pool.dtype or dtype_of(keys[0]) not in DTYPES:
+            raise EngineError(
+                f"the KV cache has dtype {name}: kvtier serves {', '.join(d.value for d in DTYPES)}. "
+                "Set --kv-cache-dtype to one of them, or leave it at auto"
+            )
+        buffers, arrays = [], []
+        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+            for role, array in ((Role.K, k), (Role.V, v)):
+                heads = array.shape[1]
+                buffers.append(BufferSpec(role, layer, heads, page_tokens, array.shape[-1], dtype_of(array)))
+                arrays.append(array)
+        spec = PageSpec(page_tokens, tuple(buffers))
+        return DevicePool(spec, HotPool.of(spec, arrays, layout), len(keys))
+
+    def page_ids(self, slots: Any, pages: int) -> npt.NDArray[np.int64]:
+        """Page ids ``[pages]`` of `slots`, an int64 CPU tensor with one slot per token. EngineError if the slots are
+        not whole pages: nothing may then be read or written."""
+        tokens = self.spec.page_tokens
+        flat = np.asarray(slots, dtype=np.int64)
+        if flat.shape != (pages * tokens,):
+            raise EngineError(f"{flat.shape} slots for {pages} pages of {tokens} tokens")
+        table = flat.reshape(pages, tokens)
+        ids = table[:, 0] // tokens
+        if not np.array_equal(table, ids[:, None] * tokens + np.arange(tokens)):
+            raise EngineError(f"slots do not form whole pages of {tokens} tokens")
+        return ids
+
+
+def page_hashes(keys: Iterable[str]) -> list[bytes]:
+    """The engine's page hashes, hex as it hands them out, as bytes."""
+    return [bytes.fromhex(key) for key in keys]
