@@ -56,6 +56,9 @@ exec 9>&-
 
 # The second layer: kvtier.
 env=$root/build/env/$kind
+mkdir -p "$root/build/env"
+exec 9> "$env.lock"
+if command -v flock > /dev/null; then flock 9; fi
 if [ "$kind" = test ]; then
   sources=(pyproject.toml CMakeLists.txt kernels/csrc) # an editable install sees changed Python by itself
 else
