@@ -129,7 +129,7 @@ class HostTier(StagingTier):
     def scan(self) -> list[tuple[bytes, PageMeta]]:
         """Every page's key and description, the least recently used first. A snapshot."""
         with self._gate, self._lock:
-            return [(e.key, e.meta) for e in self._table.entries()]
+            return [(e.key, e.meta) for e in self._table.entries(staged=False)]
 
     def usage(self) -> TierUsage:
         with self._lock:

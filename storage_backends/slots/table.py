@@ -174,10 +174,10 @@ class SlotTable:
         """Whether the page under `key` is the one in `row`, and visible."""
         return self._live.get(key) == row
 
-    def entries(self) -> list[Entry]:
-        """Staged and published pages, the least recently used first. A snapshot."""
+    def entries(self, *, staged: bool) -> list[Entry]:
+        """Published pages, and with `staged` the staged ones too, the least recently used first. A snapshot."""
         states = self._rows.states[: self._rows.count]
-        rows = np.flatnonzero((states == LIVE) | (states == STAGED))
+        rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
         rows = rows[np.argsort(self._rows.stamps[rows], kind="stable")]
         return [Entry(self._rows.key(s.id), meta, s.offset) for s, meta in self._describe(rows)]
 

@@ -1,0 +1,149 @@
+"""The segment files of an NVMe tier: one address space over preallocated files, read and written with O_DIRECT.
+
+File i covers the addresses from ``i * segment_bytes``; the last one ends with the capacity. Where O_DIRECT is
+refused, at opening or at the first transfer (tmpfs, some network file systems), the page cache is used instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+from pathlib import Path
+
+from kvtier.abc.tier import SLOT_ALIGN
+from kvtier.errors import TierPathError
+from kvtier.storage_backends.slots.extents import Region
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"segment-(\d{6})")
+
+
+class SegmentFiles:
+    """`found_bytes[i]` is the size of file i before this was opened, `direct` whether O_DIRECT is in use."""
+
+    def __init__(self, tier: str, directory: Path, capacity_bytes: int, segment_bytes: int) -> None:
+        self.segment_bytes = segment_bytes
+        self._directory = directory
+        self._sizes = [
+            min(segment_bytes, capacity_bytes - at) // SLOT_ALIGN * SLOT_ALIGN
+            for at in range(0, capacity_bytes, segment_bytes)
+        ]
+        self._found = {int(m[1]): p for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))}
+        self.found_bytes = {i: p.stat().st_size for i, p in self._found.items()}
+        self._switching = threading.Lock()
+        self._retired: list[int] = []
+        self._fds: list[int] = []
+        self.direct = True
+        made = []
+        try:
+            for i, size in enumerate(self._sizes):
+                self._fds.append(self._open(i))
+                if i not in self._found:
+                    made.append(i)
+                _preallocate(self._fds[i], size)
+        except OSError as error:
+            self.close()
+            for i in made:
+                self._path(i).unlink(missing_ok=True)
+            raise TierPathError(
+                f"{tier} tier: capacity = {capacity_bytes} bytes cannot be had in {str(directory)!r}: "
+                f"{error.strerror}; lower the capacity or free some space"
+            ) from error
+
+    @property
+    def regions(self) -> list[Region]:
+        return [Region(i * self.segment_bytes, size) for i, size in enumerate(self._sizes)]
+
+    def trim(self) -> None:
+        """Cut files down to the capacity. To be called once nothing is kept behind it."""
+        for i, path in self._found.items():
+            if i >= len(self._sizes):
+                path.unlink(missing_ok=True)
+            elif self.found_bytes[i] > self._sizes[i]:
+                os.ftruncate(self._fds[i], self._sizes[i])
+
+    def inside(self, offset: int, slot_bytes: int, *, found: bool) -> bool:
+        """Whether a slot lies wholly in one file, as it is now or as it was `found`."""
+        i, at = divmod(offset, self.segment_bytes)
+        if found:
+            size = min(self.found_bytes.get(i, 0), self.segment_bytes)
+        else:
+            size = self._sizes[i] if i < len(self._sizes) else 0
+        return offset % SLOT_ALIGN == 0 and at + slot_bytes <= size
+
+    def read(self, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`; returns how many bytes there were. OSError where the device fails."""
+        i, at = divmod(offset, self.segment_bytes)
+        done = 0
+        while done < len(into):
+            n = self._transfer(os.preadv, i, into[done:] if done else into, at + done)
+            if n == 0:
+                break
+            done += n
+        return done
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`. OSError where the device fails or is full."""
+        i, at = divmod(offset, self.segment_bytes)
+        done = 0
+        while done < len(data):
+            n = self._transfer(os.pwritev, i, data[done:] if done else data, at + done)
+            if n == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            done += n
+
+    def close(self) -> None:
+        for fd in [*self._fds, *self._retired]:
+            os.close(fd)
+        self._fds, self._retired = [], []
+
+    def _transfer(self, call: object, i: int, buffer: memoryview, at: int) -> int:
+        assert callable(call)
+        direct = self.direct
+        try:
+            return int(call(self._fds[i], [buffer], at))
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+        self._use_page_cache()
+        return int(call(self._fds[i], [buffer], at))
+
+    def _use_page_cache(self) -> None:
+        with self._switching:
+            if not self.direct:
+                return
+            _log.info("O_DIRECT is refused in %s: using the page cache", self._directory)
+            # Other threads may be using the old descriptors: they are closed at the end.
+            self._retired += self._fds
+            self.direct = False
+            self._fds = [self._open(i) for i in range(len(self._sizes))]
+
+    def _open(self, i: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(self._path(i), flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            _log.info("O_DIRECT is refused in %s: using the page cache", self._directory)
+            self.direct = False
+        return os.open(self._path(i), flags, 0o600)
+
+    def _path(self, i: int) -> Path:
+        return self._directory / f"segment-{i:06d}"
+
+
+def _preallocate(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        # A file system that cannot reserve: running out of space then shows at a write, as a failed put.
+        if os.fstat(fd).st_size < size:
+            os.ftruncate(fd, size)

@@ -1,0 +1,399 @@
+"""The NVMe tier: cold pages in preallocated segment files of one directory, kept over restarts and crashes.
+
+How a page gets in: a slot is reserved, and what had to go for it is logged; its bytes are written; its put record is
+logged; only then it is visible. A process that dies anywhere in between leaves every page whose put record was
+written, and nothing else. Every get verifies the checksum, which is bound to the key: whatever happens to the files
+underneath, the answer is the right bytes or a counted miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvtier.abc.tier import (
+    GetResult,
+    GetStatus,
+    PageMeta,
+    PutItem,
+    PutStatus,
+    Removal,
+    Slot,
+    Tier,
+    TierCapabilities,
+    TierUsage,
+)
+from kvtier.errors import ConfigError, SpecError
+from kvtier.keys import checksum
+from kvtier.storage_backends.nvme.aligned import BouncePool, extended, is_aligned
+from kvtier.storage_backends.nvme.directory import TierDirectory
+from kvtier.storage_backends.nvme.log import IndexLog
+from kvtier.storage_backends.nvme.recovery import sort_out
+from kvtier.storage_backends.nvme.segments import SegmentFiles
+from kvtier.storage_backends.nvme.workers import Workers
+from kvtier.storage_backends.slots.config import check_capacity, check_max_record
+from kvtier.storage_backends.slots.extents import slot_bytes_of
+from kvtier.storage_backends.slots.gate import Gate, notify
+from kvtier.storage_backends.slots.table import Entry, SlotTable, check_meta
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_S = 1.5
+_SEGMENT_BYTES = 256 << 20
+_SEGMENTS_MAX = 256
+_CHUNK_MAX = 8
+
+T = TypeVar("T")
+
+
+class NvmeTier(Tier):
+    """See the module's docstring.
+
+    path: directory, made if missing, for this process alone. capacity_bytes: hard cap of page data; a directory that
+    holds more loses what lies behind it at opening. segment_bytes: size of the files, default 256 MiB and up;
+    fixed when the directory is made. io_threads: transfers in flight per direction. max_record_bytes: larger records
+    are TOO_LARGE; by default one segment.
+    """
+
+    capabilities = TierCapabilities(persistent=True, shared=False)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        name: str = "nvme",
+        segment_bytes: int | None = None,
+        io_threads: int = 8,
+        max_record_bytes: int | None = None,
+    ) -> None:
+        self.name = name
+        self._capacity_bytes = check_capacity(name, capacity_bytes)
+        if io_threads < 1:
+            raise ConfigError(f"{name} tier: io_threads = {io_threads} must be at least 1; 8 is the default")
+        default = _SEGMENT_BYTES
+        while default * _SEGMENTS_MAX < self._capacity_bytes:
+            default *= 2
+        self._directory = TierDirectory(name, Path(path), segment_bytes, default)
+        try:
+            segment = self._directory.segment_bytes
+            largest = check_max_record(name, max_record_bytes, min(segment, self._capacity_bytes))
+            self._segments = SegmentFiles(name, self._directory.path, self._capacity_bytes, segment)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._table = SlotTable(self._segments.regions, largest)
+        self._lock = threading.Lock()
+        self._gate = Gate(name)
+        self._bounce = BouncePool()
+        self._readers = Workers(io_threads, f"kvtier-{name}-read")
+        self._writers = Workers(io_threads, f"kvtier-{name}-write")
+        self._io_threads = io_threads
+        self._compactor: threading.Thread | None = None
+        self._put_bytes = 0
+        self._get_bytes = 0
+        self._reported: set[str] = set()
+        try:
+            self._index = IndexLog(self._directory.path / "index.log")
+            self._recover()
+        except BaseException:
+            self._segments.close()
+            self._directory.close()
+            raise
+
+    # ---- tier
+
+    def put_many(self, items: Sequence[PutItem], deadline_s: float | None = None) -> list[PutStatus]:
+        until = _until(deadline_s)
+        for item in items:
+            check_meta(item.meta)
+            if len(item.data) != item.meta.nbytes:
+                raise SpecError(f"data has {len(item.data)} bytes, its meta says {item.meta.nbytes}")
+        statuses = [PutStatus.FAILED] * len(items)
+        with self._gate:
+            chunk = min(_CHUNK_MAX, max(1, len(items) // (2 * self._io_threads)))
+            parts = [range(at, min(at + chunk, len(items))) for at in range(0, len(items), chunk)]
+            self._writers.each(len(parts), lambda i: self._put(parts[i], items, statuses, until))
+            for i, status in enumerate(statuses):
+                # Room may have been held by other pages of this very call.
+                if status is PutStatus.FULL and len(items) > 1:
+                    self._put(range(i, i + 1), items, statuses, until)
+            self._compact_where_due()
+        return statuses
+
+    def get_many_into(
+        self, keys: Sequence[bytes], outs: Sequence[memoryview], deadline_s: float | None = None
+    ) -> list[GetResult]:
+        if len(keys) != len(outs):
+            raise SpecError(f"{len(keys)} keys for {len(outs)} buffers")
+        until = _until(deadline_s)
+        results = [GetResult(GetStatus.ABSENT)] * len(keys)
+        with self._gate:
+            with self._lock:
+                pages = self._table.pin(keys)
+            wanted = [i for i, page in enumerate(pages) if page is not None]
+            try:
+
+                def read(n: int) -> None:
+                    i = wanted[n]
+                    page = pages[i]
+                    if page is not None:
+                        results[i] = self._get(keys[i], page[0], page[1], outs[i], until)
+
+                self._readers.each(len(wanted), read)
+            finally:
+                self._after_reading(keys, pages, results)
+        return results
+
+    def length_many(self, keys: Sequence[bytes]) -> list[int]:
+        with self._gate, self._lock:
+            return self._table.lengths(keys)
+
+    def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
+        with self._gate:
+            removed = self._locked(lambda: sum(self._table.remove(key, removal) for key in keys))
+            self._flush()
+            self._compact_where_due()
+            return removed
+
+    def scan(self) -> Iterator[tuple[bytes, PageMeta]]:
+        """Every page's key and description, the least recently used first: a snapshot of now."""
+        with self._gate, self._lock:
+            entries = self._table.entries(staged=False)
+        return ((e.key, e.meta) for e in entries)
+
+    def usage(self) -> TierUsage:
+        with self._lock:
+            return self._table.usage(
+                capacity_bytes=self._capacity_bytes, put_bytes=self._put_bytes, get_bytes=self._get_bytes
+            )
+
+    def close(self) -> None:
+        if self._gate.closed:
+            return
+        self._index.abort_compaction()
+        if not self._gate.close(_CLOSE_S):
+            # The device hangs. Files and lock are left to the end of the process: a late write must not meet a
+            # second owner of the directory.
+            _log.warning("the %s tier was closed with transfers under way", self.name)
+            return
+        self._readers.close(0.1)
+        self._writers.close(0.1)
+        if self._compactor is not None:
+            self._compactor.join()
+        self._index.close()
+        self._segments.close()
+        self._directory.close()
+
+    # ---- writing
+
+    def _put(self, part: range, items: Sequence[PutItem], statuses: list[PutStatus], until: float | None) -> None:
+        """Put the items of `part`, one write each, and set their statuses."""
+        if self._gate.closed:
+            return
+        if until is not None and time.monotonic() >= until:
+            for i in part:
+                statuses[i] = PutStatus.DEADLINE
+            return
+
+        def reserve() -> list[tuple[int, Slot]]:
+            reserved = []
+            for i in part:
+                row = self._table.reserve(items[i].key, items[i].meta.nbytes)
+                if isinstance(row, PutStatus):
+                    statuses[i] = row
+                else:
+                    statuses[i] = PutStatus.FAILED
+                    reserved.append((i, self._table.slot(row)))
+            return reserved
+
+        reserved = self._locked(reserve)
+        if not reserved:
+            return
+        # What left these slots must be known to have left before other bytes lie there.
+        written = []
+        if self._flush():
+            written = [(i, slot) for i, slot in reserved if self._write(items[i], slot.offset)]
+
+        def stage() -> None:
+            for i, slot in reserved:
+                if (i, slot) in written:
+                    self._table.stage(slot.id, items[i].meta)
+                    self._index.queue_put(Entry(items[i].key, items[i].meta, slot.offset))
+                else:
+                    self._table.abort(slot.id)
+
+        self._locked(stage)
+        if not written:
+            return
+        logged = self._flush()
+
+        def publish() -> None:
+            for i, slot in written:
+                if logged:
+                    self._table.publish(slot.id)
+                    self._table.unpin([slot.id])
+                    self._put_bytes += items[i].meta.nbytes
+                    statuses[i] = PutStatus.STORED
+                else:
+                    self._index.queue_delete(self._table.abort(slot.id))
+
+        self._locked(publish)
+
+    def _write(self, item: PutItem, offset: int) -> bool:
+        nbytes = item.meta.nbytes
+        slot_bytes = slot_bytes_of(nbytes)
+        try:
+            if not self._segments.direct or (nbytes == slot_bytes and is_aligned(item.data)):
+                self._segments.write(offset, item.data)
+            elif item.padded and is_aligned(item.data):
+                self._segments.write(offset, extended(item.data, slot_bytes))
+            else:
+                with self._bounce.buffer(slot_bytes) as buffer:
+                    _copy(buffer, item.data)
+                    _zero(buffer[nbytes:])
+                    self._segments.write(offset, buffer)
+        except OSError as error:
+            self._report("write", error)
+            return False
+        return True
+
+    # ---- reading
+
+    def _get(self, key: bytes, slot: Slot, meta: PageMeta, out: memoryview, until: float | None) -> GetResult:
+        if self._gate.closed or len(out) < meta.nbytes:
+            # Closing; or replaced by a longer page since the caller asked for its length.
+            return GetResult(GetStatus.FAILED)
+        if until is not None and time.monotonic() >= until:
+            return GetResult(GetStatus.DEADLINE)
+        record = out[: meta.nbytes]
+        try:
+            if self._read(slot.offset, out, meta.nbytes) and checksum(record, key) == meta.checksum:
+                return GetResult(GetStatus.HIT, meta)
+            # Once more, into memory that nobody else can touch, before a page is given up.
+            with self._bounce.buffer(slot_bytes_of(meta.nbytes)) as buffer:
+                again = buffer[: meta.nbytes]
+                if self._segments.read(slot.offset, buffer) >= meta.nbytes and checksum(again, key) == meta.checksum:
+                    _copy(record, again)
+                    return GetResult(GetStatus.HIT, meta)
+        except OSError as error:
+            self._report("read", error)
+            return GetResult(GetStatus.FAILED)
+        return GetResult(GetStatus.CORRUPT)
+
+    def _read(self, offset: int, out: memoryview, nbytes: int) -> bool:
+        """Read a record to the start of `out`; False where the file has not all of it."""
+        slot_bytes = slot_bytes_of(nbytes)
+        if not self._segments.direct:
+            return self._segments.read(offset, out[:nbytes]) == nbytes
+        if len(out) >= slot_bytes and is_aligned(out):
+            return self._segments.read(offset, out[:slot_bytes]) >= nbytes
+        with self._bounce.buffer(slot_bytes) as buffer:
+            whole = self._segments.read(offset, buffer) >= nbytes
+            _copy(out, buffer[:nbytes])
+        return whole
+
+    def _after_reading(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[tuple[Slot, PageMeta] | None],
+        results: Sequence[GetResult],
+    ) -> None:
+        bad = 0
+
+        def settle() -> None:
+            nonlocal bad
+            for key, page, result in zip(keys, pages, results, strict=True):
+                if page is None:
+                    continue
+                if result.status is GetStatus.HIT:
+                    self._get_bytes += page[1].nbytes
+                elif result.status is GetStatus.CORRUPT and self._table.holds(key, page[0].id):
+                    bad += self._table.remove(key, Removal.QUARANTINED)
+            self._table.unpin([page[0].id for page in pages if page is not None])
+
+        self._locked(settle)
+        if bad:
+            _log.warning("the %s tier held %d bad pages; they were dropped", self.name, bad)
+            self._flush()
+
+    # ---- the log
+
+    def _locked(self, action: Callable[[], T]) -> T:
+        """Run `action` under the lock, queue what it removed for the log, then tell the listener."""
+        with self._lock:
+            try:
+                result = action()
+            finally:
+                removed = self._table.take_removed()
+                for key, _ in removed:
+                    self._index.queue_delete(key)
+        notify(self._removal_listener, removed)
+        return result
+
+    def _flush(self) -> bool:
+        """Whether everything queued so far is in the log."""
+        try:
+            self._index.flush(self._index.queued)
+        except OSError as error:
+            self._report("log", error)
+            return False
+        return True
+
+    def _compact_where_due(self) -> None:
+        if not self._index.wants_compaction:
+            return
+        with self._lock:
+            if self._compactor is not None and self._compactor.is_alive():
+                return
+            self._compactor = threading.Thread(target=self._compact, name=f"kvtier-{self.name}-log", daemon=True)
+            self._compactor.start()
+
+    def _compact(self) -> None:
+        def snapshot() -> list[Entry]:
+            with self._lock:
+                return self._table.entries(staged=True)
+
+        self._index.compact(snapshot)
+
+    def _recover(self) -> None:
+        found = self._index.load().entries
+        sorted_out = sort_out(found, self._segments, self._table.max_record_bytes)
+        self._table.recover(sorted_out.kept)
+        self._table.count_lost(len(sorted_out.behind), Removal.EVICTED)
+        for entry in [*sorted_out.behind, *sorted_out.gone]:
+            self._index.queue_delete(entry.key)
+        self._index.flush(self._index.queued)
+        self._segments.trim()
+        if sorted_out.gone:
+            _log.warning("the %s tier's files lost %d pages since it was last open", self.name, len(sorted_out.gone))
+
+    def _report(self, what: str, error: OSError) -> None:
+        """One log line per kind of failure: the statuses count them."""
+        kind = f"{what}: {error.strerror}"
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.warning(
+                "the %s tier in %s failed to %s (further ones are counted only)", self.name, self._directory.path, kind
+            )
+
+
+def _until(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else time.monotonic() + deadline_s
+
+
+def _copy(to: memoryview, source: memoryview) -> None:
+    if len(source):  # numpy lets the GIL go while it copies, memoryview does not
+        np.frombuffer(to, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)
+
+
+def _zero(part: memoryview) -> None:
+    if len(part):
+        np.frombuffer(part, np.uint8)[:] = 0
