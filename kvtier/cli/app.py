@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import demo, size
+from kvtier.cli import bench, demo, size
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -34,3 +34,4 @@ def _root(
 
 app.add_typer(size.app, name="size")
 app.command()(demo.demo)
+app.add_typer(bench.app, name="bench")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.options import at_least
+from kvtier.cli.options import at_least, check_sizes
 from kvtier.errors import KVTierError, TierPathError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def demo(
     """Serve real agent sessions with SmolLM2-135M on the CPU: pages go out compressed, to host memory and NVMe, and
     come back when the next turn needs them. Compares with recomputing everything."""
     at_least(1, page_tokens=page_tokens, threads=threads, sessions=sessions, turns=turns)
+    check_sizes(host_capacity=host_capacity, nvme_capacity=nvme_capacity)
     # Read when torch is imported: waiting threads would otherwise burn the cores that the workers run on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -102,8 +102,8 @@ def print_report(result: DemoResult, console: Console) -> None:
             f"ratio against BF16 {hot / cold:.2f}"
         )
     console.print(
-        f"Top-1 agreement with the uncompressed run: {result.top1_agreement:.2%} ({result.agreeing} of {result.positions} "
-        "positions of the recorded outputs, which are fed to both runs, at which both rank the same token first)"
+        f"Top-1 agreement with the uncompressed run: {result.top1_agreement:.2%} (both rank the same token first at "
+        f"{result.agreeing} of {result.positions} positions of the recorded outputs, which are fed to both)"
     )
     again = [t for t in result.turns if t.restored_tokens]
     if again:

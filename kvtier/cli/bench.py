@@ -1,0 +1,60 @@
+"""``kvtier bench``: what the parts can do on this machine, each figure beside a baseline measured in the same run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+app = typer.Typer(help="Measure codecs, tiers and the store on this machine.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of objects, nothing else on stdout.")]
+
+
+@app.command()
+def codec(as_json: AsJson = False) -> None:
+    """Encode and decode against memcpy of the same bytes."""
+    _show("kvtier.cli.bench_codec", "codecs", as_json)
+
+
+@app.command()
+def tier(as_json: AsJson = False) -> None:
+    """Put and get of every tier, against memcpy or fio."""
+    _show("kvtier.cli.bench_tier", "tiers", as_json)
+
+
+@app.command()
+def store(as_json: AsJson = False) -> None:
+    """The whole way of a page through the store: offload, lookup, and what they cost their caller."""
+    _show("kvtier.cli.bench_store", "store", as_json)
+
+
+def _show(module: str, title: str, as_json: bool) -> None:
+    run: Callable[[], list[dict[str, Any]]] = importlib.import_module(module).run
+    rows = run()
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
