@@ -20,6 +20,7 @@ SHELL := /bin/bash
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
+in_sglang = env=$$($(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) tools/env-sglang.sh | tail -n 1)
 
 help: ## Say what there is to make
 	@sed -nE 's/^([a-z-]+): ## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -40,10 +41,10 @@ package-check: ## Build sdist and wheel, compare them, and import from an empty 
 	@$(call in,test); "$$python" tools/package_check.py
 
 test-sglang: ## Run the tests against the real SGLang
-	@env=$$(tools/env-sglang.sh | tail -n 1); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
+	@$(in_sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
 
 demo-sglang: ## Run the demo's sessions through the real SGLang
-	@env=$$(tools/env-sglang.sh | tail -n 1); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
+	@$(in_sglang); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
 
 bench: ## Measure codecs and tiers against memcpy and fio
 	@$(call in,test); "$${python%/*}/kvtier" bench codec $(BENCH_ARGS); "$${python%/*}/kvtier" bench tier $(BENCH_ARGS)
