@@ -89,6 +89,7 @@ class NvmeTier(Tier):
         except BaseException:
             self._directory.close()
             raise
+        self.path = self._directory.path
         self._table = SlotTable(self._segments.regions, largest)
         self._lock = threading.Lock()
         self._gate = Gate(name)

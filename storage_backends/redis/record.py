@@ -52,7 +52,9 @@ class RecordHeader:
 def pack_header(key: bytes, meta: PageMeta, data: Any) -> bytes:
     """The 96 bytes that go before `data`, a buffer of ``meta.nbytes`` bytes. SpecError where a field cannot be kept."""
     if len(key) != KEY_BYTES or len(meta.spec) != FINGERPRINT_BYTES:
-        raise SpecError(f"key and spec have {KEY_BYTES} and {FINGERPRINT_BYTES} bytes, got {len(key)} and {len(meta.spec)}")
+        raise SpecError(
+            f"key and spec have {KEY_BYTES} and {FINGERPRINT_BYTES} bytes, got {len(key)} and {len(meta.spec)}"
+        )
     if not (0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 32 and meta.nbytes >= 0):
         raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
     if len(data) != meta.nbytes:

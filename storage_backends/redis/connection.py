@@ -1,0 +1,287 @@
+"""One connection to a Redis server: requests gathered from the caller's buffers, pages received straight into them.
+
+Speaks RESP2 over a blocking socket. Deadlines are the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO), so that a page
+is received by few system calls. TLS sockets of Python can neither gather nor wait for all; there, parts go one by one.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvtier.storage_backends.redis.options import Address, RedisOptions
+
+_CONTROL_BYTES = 4096
+"""Replies are read through a buffer of this size. It is small, since what it catches of a page is copied once more."""
+_PARTS_MAX = 512
+"""Buffers per sendmsg; the kernel takes 1 024."""
+_TEXT_MAX = 64 << 20
+
+Buffer = bytes | bytearray | memoryview
+Reply = Any
+"""int, bytes, None, a list of replies, or ReplyError."""
+
+
+class ReplyError(Exception):
+    """An error reply of the server: not raised, but returned, since the connection stays good. `code` is its first word."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+class DeadlinePassed(Exception):
+    """The call's deadline passed before the server answered. The connection is of no more use."""
+
+
+class ConnectionLost(Exception):
+    """The server cannot be reached, went away, or does not speak the protocol. The connection is of no more use."""
+
+
+class LoginRefused(Exception):
+    """The server answered, but does not let us in."""
+
+
+class Connection:
+    """For one thread at a time. `fresh` until its first reply: a failure of a used one may just be its old age."""
+
+    def __init__(self, address: Address, options: RedisOptions, until: float, *, database: int) -> None:
+        self.fresh = True
+        self._until = until
+        self._buffer = bytearray(_CONTROL_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        try:
+            self._socket = _connect(address, self._left())
+            try:
+                if options.tls is not None:
+                    self._socket.settimeout(self._left())
+                    self._socket = options.tls.wrap_socket(self._socket, server_hostname=address.host or None)
+                self._socket.settimeout(None)
+            except BaseException:
+                self._socket.close()
+                raise
+        except TimeoutError as e:
+            raise DeadlinePassed(f"{address}: no connection in time") from e
+        except (OSError, ssl.SSLError) as e:
+            raise ConnectionLost(f"{address}: {e}") from e
+        self._tls = isinstance(self._socket, ssl.SSLSocket)
+        try:
+            self._log_in(options, database)
+        except BaseException:
+            self.close()
+            raise
+
+    def set_deadline(self, until: float) -> None:
+        """Everything from now on ends by `until` (`time.monotonic`), or raises DeadlinePassed."""
+        self._until = until
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def shut_down(self) -> None:
+        """Make a call that is blocked in another thread fail."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is down already
+            return
+
+    # ---- sending
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        """Send buffers as one stream, without copying them."""
+        if self._tls:
+            for part in _joined_small(parts):
+                self._send_all(memoryview(part))
+            return
+        waiting = [memoryview(p) for p in parts if len(p)]
+        at = 0
+        while at < len(waiting):
+            self._arm(socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
+            except BlockingIOError:
+                raise DeadlinePassed("the server does not take what is sent") from None
+            except OSError as e:
+                raise ConnectionLost(f"sending: {e}") from e
+            while at < len(waiting) and sent >= len(waiting[at]):
+                sent -= len(waiting[at])
+                at += 1
+            if sent:
+                waiting[at] = waiting[at][sent:]
+
+    def _send_all(self, part: memoryview) -> None:
+        while len(part):
+            self._arm(socket.SO_SNDTIMEO)
+            try:
+                part = part[self._socket.send(part) :]
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                raise DeadlinePassed("the server does not take what is sent") from None
+            except OSError as e:
+                raise ConnectionLost(f"sending: {e}") from e
+
+    # ---- receiving
+
+    def read_reply(self) -> Reply:
+        """The next reply, whatever it is."""
+        line = self._read_line()
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return bytes(text)
+        if kind == b"-":
+            return ReplyError(text.decode(errors="replace"))
+        if kind == b":":
+            return self._number(text)
+        if kind == b"$":
+            length = self._number(text)
+            if length < 0:
+                return None
+            if length > _TEXT_MAX:
+                raise ConnectionLost(f"a reply of {length} bytes where a short one is due")
+            data = bytearray(length)
+            self.read_into(memoryview(data))
+            self.end_bulk()
+            return bytes(data)
+        if kind == b"*":
+            count = self._number(text)
+            return None if count < 0 else [self.read_reply() for _ in range(count)]
+        raise ConnectionLost(f"not a reply: {line[:40]!r}")
+
+    def read_bulk_length(self) -> int | ReplyError:
+        """The start of a bulk reply: its length, -1 for none. Then come `read_into` or `skip`, and `end_bulk`."""
+        line = self._read_line()
+        if line[:1] == b"$":
+            return self._number(line[1:])
+        if line[:1] == b"-":
+            return ReplyError(line[1:].decode(errors="replace"))
+        raise ConnectionLost(f"not a bulk reply: {line[:40]!r}")
+
+    def read_into(self, out: memoryview) -> None:
+        """Fill `out` with what comes next: first from the buffer, the rest straight from the socket."""
+        taken = min(len(out), self._end - self._start)
+        if taken:
+            out[:taken] = self._view[self._start : self._start + taken]
+            self._start += taken
+        while taken < len(out):
+            taken += self._receive(out[taken:])
+
+    def skip(self, nbytes: int) -> None:
+        """Throw away what comes next."""
+        scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
+        while nbytes:
+            part = min(nbytes, len(scratch))
+            self.read_into(scratch[:part])
+            nbytes -= part
+
+    def end_bulk(self) -> None:
+        """The line end behind a bulk."""
+        end = bytearray(2)
+        self.read_into(memoryview(end))
+        if end != b"\r\n":
+            raise ConnectionLost("a bulk reply does not end where it should")
+
+    def _read_line(self) -> bytes:
+        while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            if self._start:
+                self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+                self._end -= self._start
+                self._start = 0
+            if self._end == len(self._buffer):
+                raise ConnectionLost("a reply line without an end")
+            self._end += self._receive(self._view[self._end :], wait_all=False)
+        line = bytes(self._view[self._start : at])
+        self._start = at + 2
+        if self._start == self._end:
+            self._start = self._end = 0
+        self.fresh = False
+        return line
+
+    def _receive(self, out: memoryview, *, wait_all: bool = True) -> int:
+        self._arm(socket.SO_RCVTIMEO)
+        try:
+            if self._tls:
+                got = self._socket.recv_into(out)
+            else:
+                got = self._socket.recv_into(out, 0, socket.MSG_WAITALL if wait_all else 0)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise DeadlinePassed("the server does not answer") from None
+        except OSError as e:
+            raise ConnectionLost(f"receiving: {e}") from e
+        if not got:
+            raise ConnectionLost("the server closed the connection")
+        return got
+
+    def _number(self, text: bytes) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ConnectionLost(f"not a number: {text[:40]!r}") from None
+
+    # ---- inside
+
+    def _left(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlinePassed("the deadline passed")
+        return left
+
+    def _arm(self, which: int) -> None:
+        """Let the kernel wake the next call at the deadline. A timeout that is right within a few percent stays."""
+        left = self._left()
+        if not 0.97 * self._armed[which] <= left <= self._armed[which]:
+            whole = int(left)
+            self._socket.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((left - whole) * 1e6) + 1))
+            self._armed[which] = left
+
+    def _log_in(self, options: RedisOptions, database: int) -> None:
+        if options.password or options.username:
+            user = [options.username.encode()] if options.username else []
+            self._expect_ok([b"AUTH", *user, options.password.encode()], "user name or password")
+        if database:
+            self._expect_ok([b"SELECT", b"%d" % database], f"database {database}")
+        self.fresh = True
+
+    def _expect_ok(self, command: list[bytes], what: str) -> None:
+        self.send([encode(command)])
+        reply = self.read_reply()
+        if isinstance(reply, ReplyError):
+            if reply.code in ("LOADING", "MASTERDOWN"):
+                raise ConnectionLost(str(reply))
+            raise LoginRefused(f"{what} refused: {reply}")
+
+
+def encode(args: Sequence[bytes]) -> bytes:
+    """One command as RESP."""
+    return b"*%d\r\n" % len(args) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in args)
+
+
+def _connect(address: Address, timeout_s: float) -> socket.socket:
+    if address.path:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.settimeout(timeout_s)
+            connected.connect(address.path)
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+    connected = socket.create_connection((address.host, address.port), timeout_s)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connected
+
+
+def _joined_small(parts: Sequence[Buffer]) -> list[Buffer]:
+    """Neighbouring small buffers as one, since each becomes a TLS record of its own."""
+    joined: list[Buffer] = []
+    for part in parts:
+        if joined and len(joined[-1]) + len(part) <= 16384:
+            joined[-1] = bytes(joined[-1]) + bytes(part)
+        else:
+            joined.append(part)
+    return joined

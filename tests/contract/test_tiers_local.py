@@ -1,0 +1,53 @@
+"""The shipped suites against the two local tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.abc.tier import Tier
+from kvtier.storage_backends.host.tier import HostTier
+from kvtier.storage_backends.nvme.tier import NvmeTier
+from kvtier.testing.pages import data_of
+from kvtier.testing.tiers import StagingTierTests, TierTests
+
+
+def flip_on_disk(directory: Path, key: bytes, nbytes: int, bit: int) -> None:
+    """Find the page's bytes in the segment files, wherever they lie, and flip one bit."""
+    data = data_of(key, nbytes)
+    for segment in sorted(directory.glob("segment-*")):
+        at = segment.read_bytes().find(data)
+        if at >= 0:
+            with segment.open("r+b", buffering=0) as file:
+                file.seek(at + bit // 8)
+                old = file.read(1)[0]
+                file.seek(at + bit // 8)
+                file.write(bytes([old ^ (1 << bit % 8)]))
+            return
+    raise LookupError("the page's bytes are in no segment file")
+
+
+class TestHostTier(StagingTierTests):
+    def make_tier(self, directory: Path, capacity_bytes: int) -> HostTier:
+        return HostTier(capacity_bytes)
+
+    def flip_bit(self, tier: Tier, key: bytes, nbytes: int, bit: int) -> None:
+        assert isinstance(tier, HostTier)
+        at = tier.arena.tobytes().find(data_of(key, nbytes))
+        assert at >= 0
+        tier.arena[at + bit // 8] ^= 1 << bit % 8
+
+
+class TestNvmeTier(TierTests):
+    def make_tier(self, directory: Path, capacity_bytes: int) -> NvmeTier:
+        return NvmeTier(directory, capacity_bytes)
+
+    def flip_bit(self, tier: Tier, key: bytes, nbytes: int, bit: int) -> None:
+        assert isinstance(tier, NvmeTier)
+        flip_on_disk(tier.path, key, nbytes, bit)
+
+
+class TestNvmeTierInSmallSegments(TestNvmeTier):
+    """Several files, the last one shorter."""
+
+    def make_tier(self, directory: Path, capacity_bytes: int) -> NvmeTier:
+        return NvmeTier(directory, capacity_bytes, segment_bytes=(1 << 20) + (64 << 10), io_threads=2)
