@@ -37,7 +37,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     """Serve the sessions; progress goes to `console`. Everything opened is closed, a temporary directory removed."""
     turns = load_turns(options.sessions, options.turns)
     torch, transformers = import_transformers()
-    from kvtier.connectors.transformers import PrefixCache, page_spec_of
+    from kvtier.connectors.transformers import PrefixCache, cache_argument, page_spec_of
     from kvtier.spec import DType
 
     folder = ensure_model(console=console)
@@ -55,7 +55,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
         if options.host_capacity is None:
             longest = max(len(r.prompt) + len(r.output) for r in requests)
             config = _config(options, directory, _room_for(longest, options.page_tokens, cold))
-        compute = _Compute(torch, transformers, model)
+        compute = _Compute(torch, transformers, model, cache_argument(model))
         with PrefixCache.open(model, config, model_name=MODEL_NAME, page_tokens=options.page_tokens) as prefixes:
             results, agreeing = _serve(compute, prefixes, requests, console)
             snapshot = prefixes.ledger.snapshot()
@@ -136,10 +136,11 @@ def _offload(prefixes: Any, tokens: list[int], cache: Any) -> None:
 class _Compute:
     """The model: prefill, and what it would have said along the recorded output."""
 
-    def __init__(self, torch: Any, transformers: Any, model: Any) -> None:
+    def __init__(self, torch: Any, transformers: Any, model: Any, cache_argument: str) -> None:
         self._torch = torch
         self._transformers = transformers
         self._model = model
+        self._cache_argument = cache_argument
 
     def empty_cache(self) -> Any:
         return self._transformers.DynamicCache(config=self._model.config)
@@ -160,8 +161,8 @@ class _Compute:
     def _ranked(self, tokens: list[int], cache: Any, *, last_only: bool) -> list[int]:
         ids = self._torch.tensor([tokens])
         with self._torch.inference_mode():
-            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1 if last_only else 0)
-            ranked: list[int] = out.logits[0].argmax(-1).tolist()
+            options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1 if last_only else 0}
+            ranked: list[int] = self._model(ids, **options).logits[0].argmax(-1).tolist()
         return ranked
 
 

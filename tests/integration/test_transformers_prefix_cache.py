@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from kvtier.config import Config, parse_config
-from kvtier.connectors.transformers import PrefixCache, Restored
+from kvtier.connectors.transformers import PrefixCache, Restored, cache_argument
 from kvtier.errors import ConfigError, SpecError
 from kvtier.mover import OffloadResult
 
@@ -60,7 +60,7 @@ def compute(model: Any, ids: list[int], cache: Any = None) -> tuple[torch.Tensor
     """Logits of the last token ``[vocab]``, and the cache."""
     cache = cache if cache is not None else transformers.DynamicCache(config=model.config)
     with torch.inference_mode():
-        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        out = model(torch.tensor([ids]), use_cache=True, **{cache_argument(model): cache})
     return out.logits[0, -1], cache
 
 
