@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -423,7 +424,7 @@ class StagingTierTests(TierTests):
             assert not tier.arena[slot.offset + slot.nbytes : ends[-1][1]].any()
             assert len(tier.view(slot)) == slot.nbytes and not tier.view(slot).readonly
         ends.sort()
-        assert len(ends) == 5 and all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert len(ends) == 5 and all(a[1] <= b[0] for a, b in pairwise(ends))
         assert tier.arena.ndim == 1 and tier.arena.dtype == np.uint8 and tier.arena.ctypes.data % 4096 == 0
 
     def test_a_reserved_page_is_invisible_until_committed(self, tier: StagingTier) -> None:
