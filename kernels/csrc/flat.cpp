@@ -42,7 +42,7 @@ void check_flat(int64_t dtype, size_t item_bytes, int k, int64_t values, int64_t
 
 bool quantize_flat(DType dtype, const uint8_t* x, int64_t values, int k, uint8_t* data, uint8_t* scales) {
   const RowKernels& kernels = row_kernels();
-  const Rows rows{const_cast<uint8_t*>(x), 0, values > 0};
+  const Rows rows = Rows::single(x, values > 0);
   if (dtype == DType::kFP32) {
     if (kernels.amax32(rows, values) >= 0x7F800000u) return false;
     quantize_floats(x, values / kGroup, k, data, scales);
@@ -55,7 +55,7 @@ bool quantize_flat(DType dtype, const uint8_t* x, int64_t values, int k, uint8_t
 
 void dequantize_flat(DType dtype, const uint8_t* data, const uint8_t* scales, int64_t values, int k, uint8_t* out) {
   const RowKernels& kernels = row_kernels();
-  const Rows rows{out, 0, values > 0};
+  const Rows rows = Rows::single(out, values > 0);
   // Every value is exact in BF16, so float32 takes BF16's table.
   const DecodeTable& table = decode_table(dtype == DType::kFP16 ? DType::kFP16 : DType::kBF16, k);
   (dtype == DType::kFP32 ? kernels.decode32 : kernels.decode16)(data, scales, values / kGroup, table, rows, false);

@@ -93,81 +93,77 @@ void check_buffer(const Batch& batch, int64_t index) {
   if (b.dim % kGroup) fail(name + ": dim " + text(b.dim) + " is not a multiple of " + text(kGroup));
 }
 
-// Rows of heads first..: merged into fewer, longer ones where memory is contiguous.
-struct Run {
+// The first `tokens` tokens of every head, in the order of hot memory, and the length of a row: rows that lie one behind
+// the other both hot and cold are joined.
+struct Span {
   Rows rows;
   int64_t dim;
 };
 
-Run run_of(const BufferPlan& b, uint8_t* page, int64_t head, int64_t token, int64_t heads, int64_t tokens) {
-  uint8_t* base = page + head * b.head_stride + token * b.token_stride;
-  const bool joined = heads == 1 || b.head_stride == tokens * b.token_stride;
-  const int64_t count = joined ? heads * tokens : tokens;
-  if (b.token_stride == row_bytes(b)) return {{base, count * row_bytes(b), 1}, count * b.dim};
-  return {{base, b.token_stride, count}, b.dim};
+Span span_of(const BufferPlan& b, uint8_t* page, int64_t tokens) {
+  const int64_t row = row_bytes(b);
+  if (tokens == 0) return {{page, {0, 0}, {0, 0}, {0, 0}}, b.dim};
+  if (b.token_stride != row) {
+    // Whichever axis moves in smaller steps is the inner one.
+    if (b.heads > 1 && b.head_stride < b.token_stride)
+      return {{page, {tokens, b.heads}, {b.token_stride, b.head_stride}, {1, b.tokens}}, b.dim};
+    return {{page, {b.heads, tokens}, {b.head_stride, b.token_stride}, {b.tokens, 1}}, b.dim};
+  }
+  if (b.heads == 1 || (tokens == b.tokens && b.head_stride == tokens * row))
+    return {{page, {1, 1}, {0, 0}, {0, 0}}, b.heads * tokens * b.dim};
+  if (tokens == b.tokens) return {{page, {1, b.heads}, {0, b.head_stride}, {0, 1}}, tokens * b.dim};
+  return {{page, {b.heads, tokens}, {b.head_stride, row}, {b.tokens, 1}}, b.dim};
 }
 
-// Calls f(run, cold row index) for the valid rows of a page, in cold order [head, token].
+// Largest magnitude of the valid rows as bits of the coded type.
+uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, const Span& span) {
+  if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
+  return uint16_t(kernels.amax16(span.rows, span.dim));
+}
+
 template <class F>
-void each_run(const BufferPlan& b, uint8_t* page, int64_t tokens, F&& f) {
-  if (tokens == 0) return;
-  if (tokens == b.tokens && b.head_stride == tokens * b.token_stride) {
-    f(run_of(b, page, 0, 0, b.heads, tokens), 0);
-    return;
-  }
-  for (int64_t h = 0; h < b.heads; ++h) f(run_of(b, page, h, 0, 1, tokens), h * b.tokens);
+void each_row(const Span& span, int64_t item_bytes, F&& f) {
+  const Rows& rows = span.rows;
+  for (int64_t o = 0; o < rows.count[0]; ++o)
+    for (int64_t i = 0; i < rows.count[1]; ++i)
+      f(rows.base + o * rows.stride[0] + i * rows.stride[1],
+        (o * rows.cold[0] + i * rows.cold[1]) * span.dim * item_bytes, size_t(span.dim * item_bytes));
 }
 
-// Largest magnitude of the valid rows as bits of the coded type, read in the order of memory.
-uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens) {
-  const bool wide = dtype_of(b) == DType::kFP32;
-  const auto amax = wide ? kernels.amax32 : kernels.amax16;
-  uint32_t most = 0;
-  if (b.heads > 1 && b.head_stride == row_bytes(b)) {
-    const bool dense = b.token_stride == b.heads * row_bytes(b);
-    const Rows rows{page, dense ? tokens * b.token_stride : b.token_stride, dense ? (tokens > 0) : tokens};
-    most = amax(rows, dense ? tokens * b.heads * b.dim : b.heads * b.dim);
-  } else {
-    each_run(b, page, tokens, [&](const Run& run, int64_t) { most = std::max(most, amax(run.rows, run.dim)); });
-  }
-  return wide ? bf16_of(float_of(most)) : uint16_t(most);
-}
-
-void copy_in(const BufferPlan& b, uint8_t* page, int64_t tokens, uint8_t* cold) {
-  const int64_t row = row_bytes(b);
+void copy_in(const BufferPlan& b, const Span& span, int64_t tokens, uint8_t* cold) {
   uint8_t* data = cold + b.data_offset;
-  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
-    uint8_t* to = data + first_row * row;
-    const int64_t bytes = run.dim * item_bytes(b);
-    for (int64_t r = 0; r < run.rows.count; ++r) std::memcpy(to + r * bytes, run.rows.base + r * run.rows.stride, size_t(bytes));
-  });
+  each_row(span, item_bytes(b), [&](uint8_t* row, int64_t at, size_t bytes) { std::memcpy(data + at, row, bytes); });
   for (int64_t h = 0; h < b.heads && tokens < b.tokens; ++h)
-    std::memset(data + (h * b.tokens + tokens) * row, 0, size_t((b.tokens - tokens) * row));
+    std::memset(data + (h * b.tokens + tokens) * row_bytes(b), 0, size_t((b.tokens - tokens) * row_bytes(b)));
 }
 
-void copy_out(const BufferPlan& b, const uint8_t* cold, uint8_t* page, int64_t tokens) {
-  const int64_t row = row_bytes(b);
-  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
-    const uint8_t* from = cold + b.data_offset + first_row * row;
-    const int64_t bytes = run.dim * item_bytes(b);
-    for (int64_t r = 0; r < run.rows.count; ++r) std::memcpy(run.rows.base + r * run.rows.stride, from + r * bytes, size_t(bytes));
-  });
+void copy_out(const BufferPlan& b, const uint8_t* cold, const Span& span) {
+  const uint8_t* data = cold + b.data_offset;
+  each_row(span, item_bytes(b), [&](uint8_t* row, int64_t at, size_t bytes) { std::memcpy(row, data + at, bytes); });
 }
 
-void quantize(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, ptrdiff_t ahead, int k,
+void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, int64_t tokens, ptrdiff_t ahead, int k,
               uint8_t* cold) {
-  const EncodeTable& table = encode_table(coded_dtype(b), k);
-  const auto encode = dtype_of(b) == DType::kFP32 ? kernels.encode32 : kernels.encode16;
   uint8_t* data = cold + b.data_offset;
   uint8_t* scales = cold + b.scale_offset;
-  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
-    encode(run.rows, run.dim / kGroup, ahead, table, data + first_row * b.dim / 2, scales + first_row * b.dim / kGroup);
-  });
+  const auto encode = dtype_of(b) == DType::kFP32 ? kernels.encode32 : kernels.encode16;
+  encode(span.rows, span.dim / kGroup, ahead, encode_table(coded_dtype(b), k), data, scales);
   for (int64_t h = 0; h < b.heads && tokens < b.tokens; ++h) {
     const int64_t first = (h * b.tokens + tokens) * b.dim, rest = (b.tokens - tokens) * b.dim;
     std::memset(data + first / 2, 0, size_t(rest / 2));
     std::memset(scales + first / kGroup, kScaleMinCode, size_t(rest / kGroup));
   }
+}
+
+void dequantize(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, const Span& span, int k, bool stream) {
+  const auto decode = dtype_of(b) == DType::kFP32 ? kernels.decode32 : kernels.decode16;
+  decode(cold + b.data_offset, cold + b.scale_offset, span.dim / kGroup, decode_table(coded_dtype(b), k), span.rows, stream);
+}
+
+void zero_tokens(const BufferPlan& b, uint8_t* page, int64_t begin, int64_t end) {
+  for (int64_t h = 0; h < b.heads; ++h)
+    for (int64_t t = begin; t < end; ++t)
+      std::memset(page + h * b.head_stride + t * b.token_stride, 0, size_t(row_bytes(b)));
 }
 
 // Distance to the same rows of the next buffer of the batch, 0 where there is none of the same shape.
@@ -184,13 +180,13 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
   uint8_t* table = cold + batch.table_offset;
   for (int64_t n = 0; n < batch.num_buffers; ++n) {
     const BufferPlan& b = batch.buffers[n];
-    uint8_t* page = page_address(b, batch.page_ids[i]);
     const int64_t tokens = valid_tokens(batch, b, i);
+    const Span span = span_of(b, page_address(b, batch.page_ids[i]), tokens);
     if (!b.compressed) {
-      copy_in(b, page, tokens, cold);
+      copy_in(b, span, tokens, cold);
       continue;
     }
-    const uint16_t amax = amax_bits(kernels, b, page, tokens);
+    const uint16_t amax = amax_bits(kernels, b, span);
     if (amax >= (coded_dtype(b) == DType::kFP16 ? 0x7C00 : 0x7F80)) return kNonFinite;
     GlobalScaleChoice choice{0, false};
     if (batch.table_offset >= 0) {
@@ -198,19 +194,9 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
       if (choice.clips) return kOutOfRange;
       *table++ = uint8_t(choice.k);
     }
-    quantize(kernels, b, page, tokens, ahead_of(batch, n, i), choice.k, cold);
+    quantize(kernels, b, span, tokens, ahead_of(batch, n, i), choice.k, cold);
   }
   return kAccepted;
-}
-
-void decode_buffer(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, uint8_t* page, int64_t tokens,
-                   int k, bool stream) {
-  const DecodeTable& table = decode_table(coded_dtype(b), k);
-  const auto decode = dtype_of(b) == DType::kFP32 ? kernels.decode32 : kernels.decode16;
-  each_run(b, page, tokens, [&](const Run& run, int64_t first_row) {
-    decode(cold + b.data_offset + first_row * b.dim / 2, cold + b.scale_offset + first_row * b.dim / kGroup,
-           run.dim / kGroup, table, run.rows, stream);
-  });
 }
 
 }  // namespace
@@ -287,14 +273,13 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
     for (int64_t n = buffer_begin; n < buffer_end; ++n) {
       const BufferPlan& b = batch.buffers[n];
       uint8_t* page = page_address(b, batch.page_ids[i]);
-      const int64_t tokens = valid_tokens(batch, b, i), existing = existing_tokens(batch, b, i);
+      const int64_t tokens = valid_tokens(batch, b, i);
+      const Span span = span_of(b, page, tokens);
       if (b.compressed)
-        decode_buffer(kernels, b, cold, page, tokens, batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
+        dequantize(kernels, b, cold, span, batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
       else
-        copy_out(b, cold, page, tokens);
-      for (int64_t h = 0; h < b.heads; ++h)
-        for (int64_t t = tokens; t < existing; ++t)
-          std::memset(page + h * b.head_stride + t * b.token_stride, 0, size_t(row_bytes(b)));
+        copy_out(b, cold, span);
+      zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
     }
   }
   kernels.fence();

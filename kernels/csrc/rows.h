@@ -10,11 +10,15 @@
 
 namespace kvtier {
 
-// Rows of one buffer: row r starts at base + r * stride (bytes). No alignment is assumed.
+// Rows of one buffer in the order of hot memory: row (o, i) starts at base + o * stride[0] + i * stride[1] (bytes) and is
+// row o * cold[0] + i * cold[1] of the cold buffer. No alignment is assumed.
 struct Rows {
   uint8_t* base;
-  int64_t stride;
-  int64_t count;
+  int64_t count[2];
+  int64_t stride[2];
+  int64_t cold[2];
+
+  static Rows single(const uint8_t* base, bool any) { return {const_cast<uint8_t*>(base), {1, any}, {0, 0}, {0, 0}}; }
 };
 
 struct RowKernels {
@@ -22,7 +26,7 @@ struct RowKernels {
   // Largest magnitude bits in the rows: 15 bits of 16-bit values, 31 bits of float32. NaN and infinity sort on top.
   uint32_t (*amax16)(const Rows& src, int64_t dim);
   uint32_t (*amax32)(const Rows& src, int64_t dim);
-  // Values to nibbles and scales, which are written without gaps. float32 is rounded to BF16 first.
+  // Values to nibbles and scales; a row has `groups` of 16 values. float32 is rounded to BF16 first.
   // `ahead` is added to an address to prefetch what comes next, 0 for nothing.
   void (*encode16)(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable&, uint8_t* data, uint8_t* scales);
   void (*encode32)(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable&, uint8_t* data, uint8_t* scales);

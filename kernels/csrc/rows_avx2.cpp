@@ -22,32 +22,22 @@ KVTIER_AVX2_INLINE __m256i bf16_lanes(__m256i x) {
   return _mm256_or_si256(rounded, _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(0x8000)));
 }
 
-// One group as 16 lanes of 16 bits.
-template <int kItemSize>
-KVTIER_AVX2_INLINE __m256i load_group(const uint8_t* at) {
-  if constexpr (kItemSize == 2) {
-    return load256(at);
-  } else {
-    const __m256i packed = _mm256_packus_epi32(bf16_lanes(load256(at)), bf16_lanes(load256(at + 32)));
-    return _mm256_permute4x64_epi64(packed, 0xD8);
-  }
-}
-
 KVTIER_AVX2 uint32_t amax16(const Rows& src, int64_t dim) {
   const __m256i mask = _mm256_set1_epi16(0x7FFF);
   __m256i m0 = _mm256_setzero_si256(), m1 = m0, m2 = m0, m3 = m0;
   const int64_t row_bytes = dim * 2;
-  for (int64_t r = 0; r < src.count; ++r) {
-    const uint8_t* at = src.base + r * src.stride;
-    const uint8_t* end = at + row_bytes;
-    for (; end - at >= 128; at += 128) {
-      m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
-      m1 = _mm256_max_epi16(m1, _mm256_and_si256(load256(at + 32), mask));
-      m2 = _mm256_max_epi16(m2, _mm256_and_si256(load256(at + 64), mask));
-      m3 = _mm256_max_epi16(m3, _mm256_and_si256(load256(at + 96), mask));
+  for (int64_t o = 0; o < src.count[0]; ++o)
+    for (int64_t i = 0; i < src.count[1]; ++i) {
+      const uint8_t* at = src.base + o * src.stride[0] + i * src.stride[1];
+      const uint8_t* end = at + row_bytes;
+      for (; end - at >= 128; at += 128) {
+        m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
+        m1 = _mm256_max_epi16(m1, _mm256_and_si256(load256(at + 32), mask));
+        m2 = _mm256_max_epi16(m2, _mm256_and_si256(load256(at + 64), mask));
+        m3 = _mm256_max_epi16(m3, _mm256_and_si256(load256(at + 96), mask));
+      }
+      for (; at < end; at += 32) m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
     }
-    for (; at < end; at += 32) m0 = _mm256_max_epi16(m0, _mm256_and_si256(load256(at), mask));
-  }
   const __m256i m = _mm256_max_epi16(_mm256_max_epi16(m0, m1), _mm256_max_epi16(m2, m3));
   const __m128i half = _mm_max_epi16(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
   // The only horizontal instruction finds a minimum.
@@ -59,13 +49,14 @@ KVTIER_AVX2 uint32_t amax32(const Rows& src, int64_t dim) {
   const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i m0 = _mm256_setzero_si256(), m1 = m0;
   const int64_t row_bytes = dim * 4;
-  for (int64_t r = 0; r < src.count; ++r) {
-    const uint8_t* at = src.base + r * src.stride;
-    for (const uint8_t* end = at + row_bytes; at < end; at += 64) {
-      m0 = _mm256_max_epi32(m0, _mm256_and_si256(load256(at), mask));
-      m1 = _mm256_max_epi32(m1, _mm256_and_si256(load256(at + 32), mask));
+  for (int64_t o = 0; o < src.count[0]; ++o)
+    for (int64_t i = 0; i < src.count[1]; ++i) {
+      const uint8_t* at = src.base + o * src.stride[0] + i * src.stride[1];
+      for (const uint8_t* end = at + row_bytes; at < end; at += 64) {
+        m0 = _mm256_max_epi32(m0, _mm256_and_si256(load256(at), mask));
+        m1 = _mm256_max_epi32(m1, _mm256_and_si256(load256(at + 32), mask));
+      }
     }
-  }
   alignas(32) int32_t lanes[8];
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_max_epi32(m0, m1));
   int32_t most = 0;
@@ -73,18 +64,39 @@ KVTIER_AVX2 uint32_t amax32(const Rows& src, int64_t dim) {
   return uint32_t(most);
 }
 
-// Codes of one group in 16 lanes (sign in bit 3); its scale code is written to *scale.
-KVTIER_AVX2_INLINE __m256i group_codes(__m256i x, const EncodeTable& table, uint8_t* scale) {
+// Scale code of one group.
+KVTIER_AVX2_INLINE uint8_t group_scale(__m256i x, const EncodeTable& table) {
   const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
   const __m128i half = _mm_max_epi16(_mm256_castsi256_si128(magnitude), _mm256_extracti128_si256(magnitude, 1));
   const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(0x7FFF)));
-  const uint32_t most = 0x7FFFu ^ uint32_t(_mm_extract_epi16(least, 0));
-  const uint8_t code = table.scale[most];
-  *scale = code;
-  const uint32_t* threshold = table.threshold[code];
+  return table.scale[0x7FFF ^ _mm_extract_epi16(least, 0)];
+}
+
+// As a float load, which compilers keep as the one instruction that it is.
+KVTIER_AVX2_INLINE __m256i broadcast(const uint32_t* at) {
+  return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(at)));
+}
+
+// One group as 16 lanes of 16 bits.
+template <int kItemSize>
+KVTIER_AVX2_INLINE __m256i load_group(const uint8_t* at) {
+  if constexpr (kItemSize == 2) {
+    return load256(at);
+  } else {
+    const __m256i packed = _mm256_packus_epi32(bf16_lanes(load256(at)), bf16_lanes(load256(at + 32)));
+    return _mm256_permute4x64_epi64(packed, 0xD8);
+  }
+}
+
+// Codes of one group in 16 lanes, sign in bit 3.
+KVTIER_AVX2_INLINE __m256i group_codes(__m256i x, const uint32_t* threshold) {
+  const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
   __m256i codes = _mm256_and_si256(_mm256_srli_epi16(x, 12), _mm256_set1_epi16(8));
   for (int i = 0; i < 7; ++i)
-    codes = _mm256_sub_epi16(codes, _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi32(int(threshold[i]))));
+    codes = _mm256_sub_epi16(codes, _mm256_cmpgt_epi16(magnitude, broadcast(threshold + i)));
+  // One group after the other in the code, overlapped by the CPU. Compilers would load the thresholds of four groups
+  // first, and spill them.
+  asm volatile("" : "+x"(codes) : : "memory");
   return codes;
 }
 
@@ -93,32 +105,74 @@ KVTIER_AVX2_INLINE __m256i nibble_pairs(__m256i a, __m256i b) {
   return _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), _mm256_set1_epi16(0x1001));
 }
 
+// `soon` is what the CPU fetches meanwhile, null for nothing.
+template <int kItemSize>
+KVTIER_AVX2_INLINE void encode_codes(const uint8_t* at, const uint8_t* soon, int64_t groups, const EncodeTable& table,
+                                     uint8_t* data, const uint8_t* scales) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  int64_t g = 0;
+  for (; g + 4 <= groups; g += 4, at += 128, data += 32) {
+    for (int line = 0; soon && line < 64 * kItemSize; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(soon) + g * kGroup * kItemSize + line, _MM_HINT_T1);
+    const __m256i a = group_codes(load256(at), table.threshold[scales[g]]);
+    const __m256i b = group_codes(load256(at + 32), table.threshold[scales[g + 1]]);
+    const __m256i c = group_codes(load256(at + 64), table.threshold[scales[g + 2]]);
+    const __m256i d = group_codes(load256(at + 96), table.threshold[scales[g + 3]]);
+    const __m256i bytes = _mm256_packus_epi16(nibble_pairs(a, b), nibble_pairs(c, d));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm256_permutevar8x32_epi32(bytes, order));
+  }
+  for (; g < groups; ++g, at += 32, data += 8) {
+    const __m256i pairs = nibble_pairs(group_codes(load256(at), table.threshold[scales[g]]), _mm256_setzero_si256());
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(pairs, pairs), order);
+    const int64_t eight = _mm_cvtsi128_si64(_mm256_castsi256_si128(bytes));
+    __builtin_memcpy(data, &eight, 8);
+  }
+}
+
+constexpr int kRunGroups = 64;
+
+// Part of a buffer whose scales are all found before its codes: the look-up of a scale takes as long as forty of the
+// other instructions, and codes that wait for it would fill the CPU's queues.
+struct Run {
+  const uint8_t* base;
+  int64_t stride, rows, groups;  // rows * groups <= kRunGroups
+  uint8_t* data;
+  uint8_t* scales;
+  int64_t cold_stride;  // in groups, from row to row
+};
+
+template <int kItemSize>
+KVTIER_AVX2_INLINE void encode_run(const Run& run, ptrdiff_t ahead, const EncodeTable& table) {
+  alignas(32) uint8_t rounded[kItemSize == 4 ? kRunGroups * 32 : 32];
+  uint8_t* to = rounded;
+  for (int64_t r = 0; r < run.rows; ++r)
+    for (int64_t g = 0; g < run.groups; ++g) {
+      const __m256i x = load_group<kItemSize>(run.base + r * run.stride + g * kGroup * kItemSize);
+      run.scales[r * run.cold_stride + g] = group_scale(x, table);
+      if constexpr (kItemSize == 4) _mm256_store_si256(reinterpret_cast<__m256i*>(to), x), to += 32;
+    }
+  for (int64_t r = 0; r < run.rows; ++r) {
+    const uint8_t* row = run.base + r * run.stride;
+    encode_codes<kItemSize>(kItemSize == 4 ? rounded + r * run.groups * 32 : row, ahead ? row + ahead : nullptr,
+                            run.groups, table, run.data + r * run.cold_stride * 8, run.scales + r * run.cold_stride);
+  }
+}
+
 template <int kItemSize>
 KVTIER_AVX2 void encode(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable& table, uint8_t* data,
                         uint8_t* scales) {
-  constexpr int kGroupBytes = kGroup * kItemSize;
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int64_t r = 0; r < src.count; ++r) {
-    const uint8_t* at = src.base + r * src.stride;
-    int64_t left = groups;
-    for (; left >= 4; left -= 4, at += 4 * kGroupBytes, data += 32, scales += 4) {
-      if (ahead)
-        for (int line = 0; line < 4 * kGroupBytes; line += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(at) + ahead + line, _MM_HINT_T1);
-      const __m256i a = group_codes(load_group<kItemSize>(at), table, scales);
-      const __m256i b = group_codes(load_group<kItemSize>(at + kGroupBytes), table, scales + 1);
-      const __m256i c = group_codes(load_group<kItemSize>(at + 2 * kGroupBytes), table, scales + 2);
-      const __m256i d = group_codes(load_group<kItemSize>(at + 3 * kGroupBytes), table, scales + 3);
-      const __m256i bytes = _mm256_packus_epi16(nibble_pairs(a, b), nibble_pairs(c, d));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm256_permutevar8x32_epi32(bytes, order));
+  const int64_t per_run = groups < kRunGroups ? kRunGroups / groups : 1;
+  for (int64_t o = 0; o < src.count[0]; ++o)
+    for (int64_t i = 0; i < src.count[1]; i += per_run) {
+      const uint8_t* at = src.base + o * src.stride[0] + i * src.stride[1];
+      const int64_t rows = src.count[1] - i < per_run ? src.count[1] - i : per_run;
+      const int64_t cold = (o * src.cold[0] + i * src.cold[1]) * groups;
+      for (int64_t g = 0; g < groups; g += kRunGroups) {
+        const int64_t some = groups - g < kRunGroups ? groups - g : kRunGroups;
+        encode_run<kItemSize>({at + g * kGroup * kItemSize, src.stride[1], rows, some, data + (cold + g) * 8,
+                               scales + cold + g, src.cold[1] * groups}, ahead, table);
+      }
     }
-    for (; left > 0; --left, at += kGroupBytes, data += 8, ++scales) {
-      const __m256i pairs = nibble_pairs(group_codes(load_group<kItemSize>(at), table, scales), _mm256_setzero_si256());
-      const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(pairs, pairs), order);
-      const int64_t eight = _mm_cvtsi128_si64(_mm256_castsi256_si128(bytes));
-      __builtin_memcpy(data, &eight, 8);
-    }
-  }
 }
 
 template <bool kStream>
@@ -144,32 +198,38 @@ KVTIER_AVX2_INLINE void store_group(__m128i nibbles, const uint8_t* bytes, uint8
 }
 
 template <int kItemSize, bool kStream>
-KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
-                             const Rows& dst) {
+KVTIER_AVX2_INLINE void decode_row(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
+                                   uint8_t* at) {
   constexpr int kGroupBytes = kGroup * kItemSize;
   const __m128i nibble = _mm_set1_epi8(15);
-  for (int64_t r = 0; r < dst.count; ++r) {
-    uint8_t* at = dst.base + r * dst.stride;
-    int64_t left = groups;
-    for (; left >= 2; left -= 2, at += 2 * kGroupBytes, data += 16, scales += 2) {
-      const __m128i packed = load128(data);
-      const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
-      store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
-      store_group<kItemSize, kStream>(_mm_unpackhi_epi8(even, odd), table.bytes[scales[1]], at + kGroupBytes);
-    }
-    if (left) {
-      const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data));
-      const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
-      store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
-      data += 8, scales += 1;
-    }
+  for (; groups >= 2; groups -= 2, at += 2 * kGroupBytes, data += 16, scales += 2) {
+    const __m128i packed = load128(data);
+    const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+    store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
+    store_group<kItemSize, kStream>(_mm_unpackhi_epi8(even, odd), table.bytes[scales[1]], at + kGroupBytes);
   }
+  if (groups) {
+    const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data));
+    const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+    store_group<kItemSize, kStream>(_mm_unpacklo_epi8(even, odd), table.bytes[scales[0]], at);
+  }
+}
+
+template <int kItemSize, bool kStream>
+KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
+                             const Rows& dst) {
+  for (int64_t o = 0; o < dst.count[0]; ++o)
+    for (int64_t i = 0; i < dst.count[1]; ++i) {
+      const int64_t cold = (o * dst.cold[0] + i * dst.cold[1]) * groups;
+      decode_row<kItemSize, kStream>(data + cold * 8, scales + cold, groups, table,
+                                     dst.base + o * dst.stride[0] + i * dst.stride[1]);
+    }
 }
 
 template <int kItemSize>
 KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
                         const Rows& dst, bool stream) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride)) % 32 == 0;
+  const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride[0] | dst.stride[1])) % 32 == 0;
   if (stream && aligned)
     decode_rows<kItemSize, true>(data, scales, groups, table, dst);
   else
