@@ -1,0 +1,53 @@
+"""Tests against the real SGLang, in its own environment (make test-sglang); elsewhere they are not even collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# Before torch and SGLang are imported by any test or child.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # the engine's own warnings are not ours to fail on
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers, 4 query and 2 KV heads of 16, BF16, as a safetensors directory."""
+    from .tiny_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    from .tiny_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "other", seed=2)
+
+
+@pytest.fixture(scope="module")
+def engine_hooks() -> Iterator[None]:
+    """SGLang's plugins loaded into this process, as its scheduler does, after the scheduler was imported."""
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    yield
