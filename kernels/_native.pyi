@@ -7,6 +7,8 @@ PLAN_FIELDS: int
 
 _U8 = npt.NDArray[np.uint8]
 _I64 = npt.NDArray[np.int64]
+_I32 = npt.NDArray[np.int32]
+_F64 = npt.NDArray[np.float64]
 
 def encode_pages(
     plan: _I64,
@@ -52,3 +54,46 @@ def dequantize(data: _U8, scales: _U8, dtype: int, k: int, out: npt.NDArray[np.f
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def use_isa(name: str) -> None: ...
+def replay_open(
+    blocks: _I32,
+    offsets: _I64,
+    unique_blocks: int,
+    times_s: _F64,
+    capacity_blocks: _I64,
+    policies: _I32,
+    ttl_s: _F64,
+    placement: int,
+    hits: _I32,
+    prefix: _I32,
+    stored: _I32,
+) -> None: ...
+def replay_closed(
+    blocks: _I32,
+    offsets: _I64,
+    unique_blocks: int,
+    input_tokens: _I64,
+    output_tokens: _I64,
+    think_s: _F64,
+    block_tokens: int,
+    order: _I32,
+    session_starts: _I64,
+    capacity_blocks: _I64,
+    policies: _I32,
+    ttl_s: _F64,
+    placement: int,
+    block_bytes: int,
+    bandwidth: _F64,
+    latency_s: _F64,
+    prefill_base_s: float,
+    prefill_s_per_token: float,
+    decode_step_s: float,
+    decode_step_per_request_s: float,
+    concurrency: int,
+    duration_s: float,
+    hits: _I32,
+    prefix: _I32,
+    stored: _I32,
+    issued_s: _F64,
+    first_token_s: _F64,
+    finished_s: _F64,
+) -> None: ...

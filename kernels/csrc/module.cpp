@@ -18,6 +18,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvtier;
 
+void bind_replay(nb::module_& m);
+
 namespace {
 
 template <class T, class... Shape>
@@ -218,6 +220,8 @@ NB_MODULE(_native, m) {
   m.def("isas", &available_isas, "Instruction sets that can be used here, fastest first");
   m.def("isa", [] { return std::string(row_kernels().name); });
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
+  bind_replay(m);
+
   // A wrong KVTIER_ISA is told at import, not in the middle of an offload.
   row_kernels();
 }
