@@ -129,7 +129,7 @@ class TieredStore:
 
     def _spill(self, tier: Tier, items: list[tuple[bytes, PageMeta, Slot]]) -> None:
         try:
-            puts = [PutItem(key, meta, self._padded(slot, meta.nbytes), padded=True) for key, meta, slot in items]
+            puts = [PutItem(key, meta, self.host.view(slot)[: meta.nbytes], padded=True) for key, meta, slot in items]
             start = time.perf_counter()
             statuses = tier.put_many(puts)
             self.ledger.time_tier(tier.name, "put", time.perf_counter() - start)

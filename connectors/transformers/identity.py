@@ -12,8 +12,17 @@ from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint_weights
 
 _HEAD_BYTES = 4096
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "_attn_implementation", "_attn_implementation_internal")
-"""Entries of a config that differ between machines and versions while the model is the same."""
+_NOT_IDENTITY = (
+    "_name_or_path",
+    "transformers_version",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+)
+"""Entries of a config that differ with machine, version or way of loading while the model is the same. The class and
+the tensors' own dtypes take part by themselves."""
 
 
 def check_model_name(name: str) -> str:
@@ -34,6 +43,7 @@ def weights_fingerprint_of(model: Any) -> str:
     """Hex fingerprint of `model` (a PreTrainedModel): its config and the first 4 KiB of every tensor. Reads weights
     from whatever device they are on. Raises ConfigError where weights are not loaded."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_IDENTITY}
+    config["class"] = type(model).__name__
     return fingerprint_weights(config, _tensors(model))
 
 

@@ -117,7 +117,7 @@ def _serve(
                     kvtier_s,
                 )
             )
-            progress.console.print(turn_line(results[-1]), highlight=False)
+            progress.console.print(turn_line(results[-1]), highlight=False, soft_wrap=True)
             progress.advance(task, len(request.prompt))
         progress.update(task, description="served")
     return results, agreeing

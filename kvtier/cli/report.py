@@ -86,8 +86,8 @@ class DemoResult:
 def turn_line(turn: TurnResult) -> str:
     """One line while the run goes on."""
     return (
-        f"{turn.name:>9}: {turn.prompt_tokens:5d} tokens, {turn.restored_tokens:5d} restored ({turn.tiers}), first "
-        f"token after {turn.kvtier_s:.2f} s, recomputed {turn.recompute_s:.2f} s"
+        f"{turn.name:>9}: {turn.prompt_tokens:,} tokens, {turn.restored_tokens:,} restored ({turn.tiers}); first token "
+        f"{turn.kvtier_s:.2f} s, recomputed {turn.recompute_s:.2f} s"
     )
 
 
@@ -116,10 +116,10 @@ def print_report(result: DemoResult, console: Console) -> None:
 
 
 def _turns_table(turns: Sequence[TurnResult]) -> Table:
-    table = Table(title="turn by turn")
-    table.add_column("session, turn")
-    for column in ("prompt tokens", "restored", "pages from", "recompute s", "kvtier s", "ratio"):
-        table.add_column(column, justify="right")
+    table = Table(title="turn by turn: tokens, and seconds to the first token")
+    table.add_column("turn", no_wrap=True)
+    for column in ("prompt", "restored", "pages from", "recompute s", "kvtier s", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
     for t in turns:
         table.add_row(
             t.name,
@@ -135,7 +135,7 @@ def _turns_table(turns: Sequence[TurnResult]) -> Table:
 
 def _ledger_table(ledger: LedgerSnapshot) -> Table:
     table = Table(title="ledger: every page that was looked up, once")
-    table.add_column("pages")
+    table.add_column("pages", min_width=24)
     table.add_column("count", justify="right")
     for tier, n in ledger.hits.items():
         table.add_row(f"hit in {tier}", f"{n:,}")
