@@ -175,12 +175,15 @@ KVTIER_AVX2 void encode(const Rows& src, int64_t groups, ptrdiff_t ahead, const 
     }
 }
 
+// Eight 16-bit values each, one behind the other. Around the cache in halves: NumPy's arrays are aligned to 16 bytes only.
 template <bool kStream>
-KVTIER_AVX2_INLINE void store(uint8_t* at, __m256i x) {
-  if constexpr (kStream)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(at), x);
-  else
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x);
+KVTIER_AVX2_INLINE void store(uint8_t* at, __m128i first, __m128i second) {
+  if constexpr (kStream) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(at), first);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(at) + 1, second);
+  } else {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm256_set_m128i(second, first));
+  }
 }
 
 // 16 nibble indices in a register to 16 values at `at`.
@@ -190,10 +193,11 @@ KVTIER_AVX2_INLINE void store_group(__m128i nibbles, const uint8_t* bytes, uint8
   const __m128i high = _mm_shuffle_epi8(load128(bytes + 16), nibbles);
   const __m128i first = _mm_unpacklo_epi8(low, high), second = _mm_unpackhi_epi8(low, high);
   if constexpr (kItemSize == 2) {
-    store<kStream>(at, _mm256_set_m128i(second, first));
+    store<kStream>(at, first, second);
   } else {
-    store<kStream>(at, _mm256_slli_epi32(_mm256_cvtepu16_epi32(first), 16));
-    store<kStream>(at + 32, _mm256_slli_epi32(_mm256_cvtepu16_epi32(second), 16));
+    const __m128i zero = _mm_setzero_si128();
+    store<kStream>(at, _mm_unpacklo_epi16(zero, first), _mm_unpackhi_epi16(zero, first));
+    store<kStream>(at + 32, _mm_unpacklo_epi16(zero, second), _mm_unpackhi_epi16(zero, second));
   }
 }
 
@@ -229,7 +233,7 @@ KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t
 template <int kItemSize>
 KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
                         const Rows& dst, bool stream) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride[0] | dst.stride[1])) % 32 == 0;
+  const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride[0] | dst.stride[1])) % 16 == 0;
   if (stream && aligned)
     decode_rows<kItemSize, true>(data, scales, groups, table, dst);
   else
