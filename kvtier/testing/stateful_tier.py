@@ -130,7 +130,7 @@ class TierMachine(RuleBasedStateMachine):
 
 def tier_test_case(make_tier: MakeTier, *, max_examples: int = 30, steps: int = 40) -> type[unittest.TestCase]:
     """A test case to assign to a module-level name beginning with ``Test``."""
-    machine = type("Machine", (TierMachine,), {"make_tier": staticmethod(make_tier)})
+    machine: type[TierMachine] = type("Machine", (TierMachine,), {"make_tier": staticmethod(make_tier)})
     case: type[unittest.TestCase] = machine.TestCase
     case.settings = settings(max_examples=max_examples, stateful_step_count=steps, deadline=None)  # type: ignore[attr-defined]
     return case

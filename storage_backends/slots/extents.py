@@ -107,20 +107,21 @@ class ExtentAllocator:
         return self._extent_at[start]
 
     def neighbourhood(
-        self, extent: Extent, need_bytes: int, may_empty: Callable[[Extent], bool]
+        self, extent: Extent, need_bytes: int, cost: Callable[[Extent], int | None]
     ) -> list[Extent] | None:
-        """`extent` and as few of its neighbours as leave a free range of `need_bytes` once all of them are emptied;
-        None where they cannot, because `may_empty` refuses one or the region ends."""
-        if not may_empty(extent):
+        """`extent` and as few of its neighbours as leave a free range of `need_bytes` once all of them are emptied,
+        the cheaper side first; None where they cannot, because one may not go (cost None) or the region ends."""
+        if cost(extent) is None:
             return None
         chosen = [extent]
         start, end = self._widen(extent.start, extent.end)
         while end - start < need_bytes:
             right = self._extent_at.get(end) if end not in self._edges else None
             left = self._extent_end.get(start) if start not in self._edges else None
-            grown = next((e for e in (right, left) if e is not None and may_empty(e)), None)
-            if grown is None:
+            sides = [(c, e.start, e) for e in (right, left) if e is not None and (c := cost(e)) is not None]
+            if not sides:
                 return None
+            grown = min(sides)[2]
             chosen.append(grown)
             start, end = self._widen(min(start, grown.start), max(end, grown.end))
         return chosen

@@ -292,7 +292,7 @@ class SlotTable:
                 return True
             if extent.start in blocked:
                 continue
-            emptied = self._slots.neighbourhood(extent, slot_bytes, self._may_empty)
+            emptied = self._slots.neighbourhood(extent, slot_bytes, self._newest_use)
             if emptied is None:
                 blocked.add(extent.start)
                 continue
@@ -302,9 +302,15 @@ class SlotTable:
         self._full_since[slot_bytes] = self._changes
         return False
 
-    def _may_empty(self, extent: Extent) -> bool:
-        pin, state = self._rows.pin, self._rows.state
-        return all(not pin[row] and state[row] == LIVE for row in extent.members())
+    def _newest_use(self, extent: Extent) -> int | None:
+        """When the most recently used page of an extent was used; None where one of its pages may not go."""
+        pin, state, stamp = self._rows.pin, self._rows.state, self._rows.stamp
+        newest = 0
+        for row in extent.members():
+            if pin[row] or state[row] != LIVE:
+                return None
+            newest = max(newest, stamp[row])
+        return newest
 
     def _least_recent(self) -> Iterator[int]:
         """Evictable rows, the least recently used first. A row passed over comes again with the next gathering."""
