@@ -27,22 +27,22 @@ Reply = Any
 
 
 class ReplyError(Exception):
-    """An error reply of the server: not raised, but returned, since the connection stays good. `code` is its first word."""
+    """An error reply: not raised but returned, since the connection stays good. `code` is its first word."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.code = text.partition(" ")[0]
 
 
-class DeadlinePassed(Exception):
+class DeadlineError(Exception):
     """The call's deadline passed before the server answered. The connection is of no more use."""
 
 
-class ConnectionLost(Exception):
+class LostError(Exception):
     """The server cannot be reached, went away, or does not speak the protocol. The connection is of no more use."""
 
 
-class LoginRefused(Exception):
+class LoginError(Exception):
     """The server answered, but does not let us in."""
 
 
@@ -67,9 +67,9 @@ class Connection:
                 self._socket.close()
                 raise
         except TimeoutError as e:
-            raise DeadlinePassed(f"{address}: no connection in time") from e
+            raise DeadlineError(f"{address}: no connection in time") from e
         except (OSError, ssl.SSLError) as e:
-            raise ConnectionLost(f"{address}: {e}") from e
+            raise LostError(f"{address}: {e}") from e
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         try:
             self._log_in(options, database)
@@ -78,7 +78,7 @@ class Connection:
             raise
 
     def set_deadline(self, until: float) -> None:
-        """Everything from now on ends by `until` (`time.monotonic`), or raises DeadlinePassed."""
+        """Everything from now on ends by `until` (`time.monotonic`), or raises DeadlineError."""
         self._until = until
 
     def close(self) -> None:
@@ -106,9 +106,9 @@ class Connection:
             try:
                 sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
             except BlockingIOError:
-                raise DeadlinePassed("the server does not take what is sent") from None
+                raise DeadlineError("the server does not take what is sent") from None
             except OSError as e:
-                raise ConnectionLost(f"sending: {e}") from e
+                raise LostError(f"sending: {e}") from e
             while at < len(waiting) and sent >= len(waiting[at]):
                 sent -= len(waiting[at])
                 at += 1
@@ -121,9 +121,9 @@ class Connection:
             try:
                 part = part[self._socket.send(part) :]
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                raise DeadlinePassed("the server does not take what is sent") from None
+                raise DeadlineError("the server does not take what is sent") from None
             except OSError as e:
-                raise ConnectionLost(f"sending: {e}") from e
+                raise LostError(f"sending: {e}") from e
 
     # ---- receiving
 
@@ -142,7 +142,7 @@ class Connection:
             if length < 0:
                 return None
             if length > _TEXT_MAX:
-                raise ConnectionLost(f"a reply of {length} bytes where a short one is due")
+                raise LostError(f"a reply of {length} bytes where a short one is due")
             data = bytearray(length)
             self.read_into(memoryview(data))
             self.end_bulk()
@@ -150,7 +150,7 @@ class Connection:
         if kind == b"*":
             count = self._number(text)
             return None if count < 0 else [self.read_reply() for _ in range(count)]
-        raise ConnectionLost(f"not a reply: {line[:40]!r}")
+        raise LostError(f"not a reply: {line[:40]!r}")
 
     def read_bulk_length(self) -> int | ReplyError:
         """The start of a bulk reply: its length, -1 for none. Then come `read_into` or `skip`, and `end_bulk`."""
@@ -159,7 +159,7 @@ class Connection:
             return self._number(line[1:])
         if line[:1] == b"-":
             return ReplyError(line[1:].decode(errors="replace"))
-        raise ConnectionLost(f"not a bulk reply: {line[:40]!r}")
+        raise LostError(f"not a bulk reply: {line[:40]!r}")
 
     def read_into(self, out: memoryview) -> None:
         """Fill `out` with what comes next: first from the buffer, the rest straight from the socket."""
@@ -183,7 +183,7 @@ class Connection:
         end = bytearray(2)
         self.read_into(memoryview(end))
         if end != b"\r\n":
-            raise ConnectionLost("a bulk reply does not end where it should")
+            raise LostError("a bulk reply does not end where it should")
 
     def _read_line(self) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
@@ -192,7 +192,7 @@ class Connection:
                 self._end -= self._start
                 self._start = 0
             if self._end == len(self._buffer):
-                raise ConnectionLost("a reply line without an end")
+                raise LostError("a reply line without an end")
             self._end += self._receive(self._view[self._end :], wait_all=False)
         line = bytes(self._view[self._start : at])
         self._start = at + 2
@@ -209,33 +209,33 @@ class Connection:
             else:
                 got = self._socket.recv_into(out, 0, socket.MSG_WAITALL if wait_all else 0)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise DeadlinePassed("the server does not answer") from None
+            raise DeadlineError("the server does not answer") from None
         except OSError as e:
-            raise ConnectionLost(f"receiving: {e}") from e
+            raise LostError(f"receiving: {e}") from e
         if not got:
-            raise ConnectionLost("the server closed the connection")
+            raise LostError("the server closed the connection")
         return got
 
     def _number(self, text: bytes) -> int:
         try:
             return int(text)
         except ValueError:
-            raise ConnectionLost(f"not a number: {text[:40]!r}") from None
+            raise LostError(f"not a number: {text[:40]!r}") from None
 
     # ---- inside
 
     def _left(self) -> float:
         left = self._until - time.monotonic()
         if left <= 0:
-            raise DeadlinePassed("the deadline passed")
+            raise DeadlineError("the deadline passed")
         return left
 
     def _arm(self, which: int) -> None:
         """Let the kernel wake the next call at the deadline. A timeout that is right within a few percent stays."""
         left = self._left()
         if not 0.97 * self._armed[which] <= left <= self._armed[which]:
-            whole = int(left)
-            self._socket.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((left - whole) * 1e6) + 1))
+            seconds, micros = divmod(int(left * 1e6) + 1, 1_000_000)
+            self._socket.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", seconds, micros))
             self._armed[which] = left
 
     def _log_in(self, options: RedisOptions, database: int) -> None:
@@ -251,8 +251,8 @@ class Connection:
         reply = self.read_reply()
         if isinstance(reply, ReplyError):
             if reply.code in ("LOADING", "MASTERDOWN"):
-                raise ConnectionLost(str(reply))
-            raise LoginRefused(f"{what} refused: {reply}")
+                raise LostError(str(reply))
+            raise LoginError(f"{what} refused: {reply}")
 
 
 def encode(args: Sequence[bytes]) -> bytes:

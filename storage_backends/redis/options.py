@@ -178,11 +178,8 @@ def read_secret(option: str, path: Path | None, variable: str) -> str:
 
 def mask_url(url: str) -> str:
     """`url` with any password in it as ``***``."""
-    return re.sub(r"(://[^:@/?#]*):[^@/]*@|([?&]password=)[^&#]*", r"\1\2***" + "@", url) if _has_secret(url) else url
-
-
-def _has_secret(url: str) -> bool:
-    return re.search(r"://[^:@/?#]*:[^@/]*@|[?&]password=", url) is not None
+    masked = re.sub(r"(://[^:@/?#]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", masked)
 
 
 def _unix_target(url: str) -> tuple[tuple[Address, ...], int]:

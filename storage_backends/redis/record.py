@@ -1,8 +1,9 @@
-"""The form of a page in Redis and on the wire: a header of 96 bytes, little-endian, then the page's bytes.
+"""The form of a page in Redis and on the wire: a header of 96 bytes, little-endian, then the payload: the page's bytes
+and the engine's own key of it (the origin, at most 255 bytes, mostly none).
 
 Specified in `docs/formats.md` under "Wire record" and frozen by golden vectors; it changes only with `VERSION`. The
-header's checksum covers everything: the 72 bytes before it by their content, the 8 bytes behind it because they must
-be zero, and the page.
+header's checksum covers everything: the 72 bytes before it and the payload by their content, the 8 bytes behind it
+because they must be zero.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MAGIC = b"KVTR"
 VERSION = 1
 
 _FIELDS = struct.Struct(f"<4sHHIIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s")
+_ORIGIN_MASK = 0xFF
+"""The low byte of the flags is the origin's length; the others are reserved."""
 _RESERVED = bytes(HEADER_BYTES - _FIELDS.size - CHECKSUM_BYTES)
 
 
@@ -31,62 +34,66 @@ class RecordError(KVTierError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header that was parsed and agrees with its key, its length and, where one is expected, its spec.
+    """A header that was parsed and agrees with its key and, where one is expected, its spec.
 
-    covered: the 72 bytes that the checksum starts with. checksum: over those and the page. The origin of a page is not
-    part of a record.
+    covered: the 72 bytes that the checksum starts with. nbytes: of the page. checksum: over `covered` and the payload.
     """
 
     covered: bytes
     nbytes: int
+    origin_bytes: int
     form: int
     valid_tokens: int
     spec: bytes
     checksum: bytes
 
-    def meta(self, page_checksum: bytes) -> PageMeta:
+    @property
+    def record_bytes(self) -> int:
+        return HEADER_BYTES + self.nbytes + self.origin_bytes
+
+    def meta(self, page_checksum: bytes, origin: bytes) -> PageMeta:
         """The page's description, with the checksum of its bytes alone."""
-        return PageMeta(self.nbytes, self.form, self.valid_tokens, page_checksum, self.spec)
+        return PageMeta(self.nbytes, self.form, self.valid_tokens, page_checksum, self.spec, origin)
 
 
 def pack_header(key: bytes, meta: PageMeta, data: Any) -> bytes:
-    """The 96 bytes that go before `data`, a buffer of ``meta.nbytes`` bytes. SpecError where a field cannot be kept."""
-    if len(key) != KEY_BYTES or len(meta.spec) != FINGERPRINT_BYTES:
-        raise SpecError(
-            f"key and spec have {KEY_BYTES} and {FINGERPRINT_BYTES} bytes, got {len(key)} and {len(meta.spec)}"
-        )
-    if not (0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 32 and meta.nbytes >= 0):
-        raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
+    """The 96 bytes that go before `data`, a buffer of ``meta.nbytes`` bytes, and ``meta.origin`` behind it. SpecError
+    where a field cannot be kept. Does not look at ``meta.checksum``: whoever packs a page must have verified it."""
+    if len(key) != KEY_BYTES:
+        raise SpecError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
+    if len(meta.spec) != FINGERPRINT_BYTES:
+        raise SpecError(f"a spec fingerprint has {FINGERPRINT_BYTES} bytes, got {len(meta.spec)}")
+    if not (0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 32 and len(meta.origin) <= _ORIGIN_MASK):
+        raise SpecError(f"form, valid_tokens or origin out of range: {meta}")
     if len(data) != meta.nbytes:
         raise SpecError(f"data has {len(data)} bytes, its meta says {meta.nbytes}")
-    covered = _FIELDS.pack(MAGIC, VERSION, meta.form, meta.valid_tokens, 0, meta.nbytes, meta.spec, key)
+    covered = _FIELDS.pack(MAGIC, VERSION, meta.form, meta.valid_tokens, len(meta.origin), meta.nbytes, meta.spec, key)
     check = record_check(covered, key)
     check.update(data)
+    check.update(meta.origin)
     return covered + check.digest() + _RESERVED
 
 
 def record_check(covered: bytes, key: bytes) -> xxhash.xxh3_128:
-    """The hash of a record whose page is still to be fed: ``update`` with the page's bytes, then ``digest``."""
+    """The hash of a record whose payload is still to be fed: ``update`` with its bytes, then ``digest``."""
     return xxhash.xxh3_128(covered, seed_of(key))
 
 
-def parse_header(raw: bytes, key: bytes, record_bytes: int, spec: bytes | None = None) -> RecordHeader:
-    """Check the header of the record found under `key`, `record_bytes` long in all, and, with `spec`, that its page has
-    that fingerprint. The page's bytes are checked by the caller, with `record_check`. Raises RecordError."""
+def parse_header(raw: bytes, key: bytes, spec: bytes | None = None) -> RecordHeader:
+    """Check the header of the record found under `key` and, with `spec`, that its page has that fingerprint. The caller
+    compares `record_bytes` with the length that it finds, and the payload with `checksum`. Raises RecordError."""
     if len(raw) != HEADER_BYTES:
-        raise RecordError(f"a record of {record_bytes} bytes is shorter than its header")
+        raise RecordError(f"a record of {len(raw)} bytes is shorter than its header")
     magic, version, form, valid_tokens, flags, nbytes, found_spec, found_key = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
         raise RecordError(f"not a page record: it starts with {magic!r}")
     if version != VERSION:
         raise RecordError(f"a record of version {version}, this release reads version {VERSION}")
-    if flags or raw[_FIELDS.size + CHECKSUM_BYTES :] != _RESERVED:
+    if flags & ~_ORIGIN_MASK or raw[_FIELDS.size + CHECKSUM_BYTES :] != _RESERVED:
         raise RecordError("reserved bits of the header are set")
-    if nbytes != record_bytes - HEADER_BYTES:
-        raise RecordError(f"{record_bytes - HEADER_BYTES} bytes of page where the header says {nbytes}")
     if found_key != key:
         raise RecordError("the record of another key")
     if spec is not None and found_spec != spec:
         raise RecordError("the record of a page with another spec")
     checksum = raw[_FIELDS.size : _FIELDS.size + CHECKSUM_BYTES]
-    return RecordHeader(raw[: _FIELDS.size], nbytes, form, valid_tokens, found_spec, checksum)
+    return RecordHeader(raw[: _FIELDS.size], nbytes, flags, form, valid_tokens, found_spec, checksum)

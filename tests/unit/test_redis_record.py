@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import xxhash
 
@@ -22,14 +24,17 @@ GOLDEN = (
 )
 
 
-def read(raw: bytes, page: bytes, key: bytes = KEY, spec: bytes | None = SPEC) -> PageMeta:
+def read(raw: bytes, payload: bytes, key: bytes = KEY, spec: bytes | None = SPEC) -> PageMeta:
     """The check of a whole record, as a reader does it."""
-    header = parse_header(raw, key, len(raw) + len(page), spec)
+    header = parse_header(raw, key, spec)
+    if header.record_bytes != len(raw) + len(payload):
+        raise RecordError("length")
     check = record_check(header.covered, key)
-    check.update(page)
+    check.update(payload)
     if check.digest() != header.checksum:
         raise RecordError("checksum")
-    return header.meta(checksum(page, key))
+    page = payload[: header.nbytes]
+    return header.meta(checksum(page, key), payload[header.nbytes :])
 
 
 def test_golden_header() -> None:
@@ -47,6 +52,17 @@ def test_fields_come_back() -> None:
     assert len(raw) == HEADER_BYTES
     assert read(raw, PAGE) == META
     assert read(raw, PAGE, spec=None) == META
+
+
+def test_an_origin_follows_the_page_and_is_covered() -> None:
+    for origin in (b"x", bytes(range(255))):
+        meta = replace(META, origin=origin)
+        raw = pack_header(KEY, meta, PAGE)
+        assert read(raw, PAGE + origin) == meta
+        with pytest.raises(RecordError, match="length"):
+            read(raw, PAGE)
+        with pytest.raises(RecordError, match="checksum"):
+            read(raw, PAGE + origin[:-1] + b"?")
 
 
 @pytest.mark.parametrize("at", range(HEADER_BYTES))
@@ -72,10 +88,10 @@ def test_another_key_spec_or_length_is_found() -> None:
         read(raw, PAGE, key=bytes(32))
     with pytest.raises(RecordError, match="another spec"):
         read(raw, PAGE, spec=bytes(16))
-    with pytest.raises(RecordError, match="999 bytes of page where the header says 1000"):
+    with pytest.raises(RecordError, match="length"):
         read(raw, PAGE[:-1])
     with pytest.raises(RecordError, match="shorter than its header"):
-        parse_header(b"", KEY, 0)
+        parse_header(b"", KEY)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +101,7 @@ def test_another_key_spec_or_length_is_found() -> None:
         PageMeta(1000, 1 << 16, 48, bytes(16), SPEC),
         PageMeta(1000, 2, -1, bytes(16), SPEC),
         PageMeta(1000, 2, 48, bytes(16), SPEC[:-1]),
+        PageMeta(1000, 2, 48, bytes(16), SPEC, bytes(256)),
     ],
 )
 def test_what_cannot_be_described_is_refused(meta: PageMeta) -> None:

@@ -1,0 +1,155 @@
+"""Real Redis (or Valkey) servers for tests: on loopback, on free ports, each stopped by its own process id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+START_S = 10.0
+BINARIES = ("redis-server", "valkey-server")
+
+
+def find_server() -> str | None:
+    """The server's binary, or None where there is none on this machine."""
+    return next((path for name in BINARIES if (path := shutil.which(name))), None)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on, and none ten thousand above it (a cluster's bus)."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if 20000 < port < 55000:
+            return port
+
+
+class RedisServer:
+    """One server process, its files in `folder`. Started by the constructor, stopped by `stop`."""
+
+    def __init__(self, folder: Path, *arguments: str, port: int | None = None, socket_path: Path | None = None) -> None:
+        binary = find_server()
+        if binary is None:
+            raise RuntimeError(f"none of {', '.join(BINARIES)} is installed")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = 0 if socket_path is not None and port is None else port or free_port()
+        self.socket_path = socket_path
+        self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no", "--daemonize", "no", *arguments]
+        if socket_path is not None:
+            self._command += ["--unixsocket", str(socket_path)]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket_path}" if self.socket_path else f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start, or start again on the same port, and wait until connections are taken."""
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        wait_for(self._listens, f"{' '.join(self._command)} does not listen; see {self.folder / 'server.log'}")
+
+    def stop(self) -> None:
+        """Kill the process; safe to call twice."""
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        """Stop it from running, with its connections left open."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def _listens(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError((self.folder / "server.log").read_text(errors="replace")[-2000:])
+        try:
+            if self.socket_path is not None:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(str(self.socket_path))
+            else:
+                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+
+class RedisCluster:
+    """Masters without replicas that share the slots evenly. `nodes[i]` has the i-th share."""
+
+    def __init__(self, folder: Path, size: int = 3, arguments: Sequence[str] = ()) -> None:
+        self.nodes: list[RedisServer] = []
+        try:
+            for i in range(size):
+                options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+                options += ["--cluster-require-full-coverage", "no", *arguments]
+                self.nodes.append(RedisServer(folder / f"node{i}", *options))
+            self._join()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def url(self) -> str:
+        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def client(self, index: int):  # type: ignore[no-untyped-def]
+        """A redis-py client of one node."""
+        import redis
+
+        return redis.Redis(port=self.nodes[index].port, decode_responses=True)
+
+    def node_id(self, index: int) -> str:
+        with self.client(index) as client:
+            return str(client.execute_command("CLUSTER", "MYID"))
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+    def _join(self) -> None:
+        share = 16384 // len(self.nodes)
+        for i in range(len(self.nodes)):
+            last = 16383 if i == len(self.nodes) - 1 else (i + 1) * share - 1
+            with self.client(i) as client:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(i * share), str(last))
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", str(i + 1))
+        for other in self.nodes[1:]:
+            with self.client(0) as client:
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", str(other.port))
+        wait_for(self._complete, "the cluster does not come together", 20.0)
+
+    def _complete(self) -> bool:
+        for i in range(len(self.nodes)):
+            with self.client(i) as client:
+                info = str(client.execute_command("CLUSTER", "INFO"))
+                slots = client.execute_command("CLUSTER", "NODES")
+            if "cluster_state:ok" not in info and "cluster_state': 'ok" not in info:
+                return False
+            if len(slots) != len(self.nodes):
+                return False
+            if "cluster_slots_assigned:16384" not in info and "cluster_slots_assigned': '16384" not in info:
+                return False
+        return True
+
+
+def wait_for(condition: Callable[[], bool], message: str, timeout_s: float = START_S) -> None:
+    """Poll until `condition` holds. Raises RuntimeError with `message` after `timeout_s`."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > give_up:
+            raise RuntimeError(message)
+        time.sleep(0.02)
