@@ -18,9 +18,6 @@ from kvtier.testing.tiers import CAPACITY_BYTES, PAGE_BYTES, TierTests, get, put
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no redis-server: apt-get install redis-server")
-    find_server() is None, reason="no redis-server or valkey-server: apt-get install redis-server"
-)
-
 
 
 @pytest.fixture(scope="module", params=["tcp", "unix"])
