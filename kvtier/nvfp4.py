@@ -18,6 +18,7 @@ GROUP = 16
 _CODES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _K_LIMITS = {"bf16": (-100, 100), "fp16": (-14, 4), "fp32": (-100, 100)}
 _TORCH_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+_NUMPY_NAMES = {"float16": "fp16", "float32": "fp32"}
 _SUPPORTED = "bf16, fp16 and fp32 are supported"
 
 
@@ -38,9 +39,7 @@ def quantize(x: Any, global_scale_log2: int = 0) -> tuple[Any, Any]:
         )
     data = np.empty((*bits.shape[:-1], bits.shape[-1] // 2), np.uint8)
     scales = np.empty((*bits.shape[:-1], bits.shape[-1] // GROUP), np.uint8)
-    if not _native.quantize(
-        bits.reshape(-1), _CODES[name], global_scale_log2, data.reshape(-1), scales.reshape(-1)
-    ):
+    if not _native.quantize(bits.reshape(-1), _CODES[name], global_scale_log2, data.reshape(-1), scales.reshape(-1)):
         where = np.argwhere(~np.isfinite(_floats(bits, name)))[0]
         raise CodecError(
             f"x holds NaN or infinity, first at index {tuple(int(i) for i in where)}; NVFP4 cannot represent them: "
@@ -79,9 +78,9 @@ def dequantize(data: Any, scales: Any, dtype: Any, global_scale_log2: int = 0) -
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16 if name == "bf16" else torch.float16)
 
 
-def _check_k(k: int, name: str) -> None:
+def _check_k(k: object, name: str) -> None:
     low, high = _K_LIMITS[name]
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not low <= k <= high:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not low <= int(k) <= high:
         raise CodecError(f"global_scale_log2 = {k!r}: must be an integer in [{low}, {high}] for {name}")
 
 
@@ -127,12 +126,12 @@ def _dtype_name(dtype: Any) -> str:
     if str(dtype) in _TORCH_NAMES:
         return _TORCH_NAMES[str(dtype)]
     try:
-        known = {np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}.get(np.dtype(dtype))
+        name = np.dtype(dtype).name
     except TypeError:
-        known = None
-    if known is None:
-        raise CodecError(f"dtype {dtype!s} cannot be used with NVFP4: {_SUPPORTED}; convert it first")
-    return known
+        name = str(dtype)
+    if name not in _NUMPY_NAMES:
+        raise CodecError(f"dtype {name} cannot be used with NVFP4: {_SUPPORTED}; convert it first")
+    return _NUMPY_NAMES[name]
 
 
 def _floats(bits: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:

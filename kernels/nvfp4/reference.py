@@ -91,7 +91,8 @@ def to_float32(bits: npt.NDArray[Any], dtype: str) -> F32:
     if dtype == "bf16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype == "fp16":
-        return bits.view(np.float16).astype(np.float32)
+        halves: npt.NDArray[np.float16] = bits.view(np.float16)
+        return halves.astype(np.float32)
     return bits.astype(np.float32)
 
 

@@ -1,1 +1,2 @@
-"""Packs kept rows of paged pools in place, in ascending order. Knows no algorithm: who chooses the rows is elsewhere."""
+"""Packs kept rows of paged pools in place, in ascending order. Knows no algorithm: who chooses the rows is
+elsewhere."""

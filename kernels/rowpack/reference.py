@@ -12,7 +12,8 @@ from kvtier.kernels.rowpack.sequences import Packed, PagedSequence, check, freed
 
 def pack(pools: Sequence[Sequence[torch.Tensor]], sequences: Sequence[PagedSequence]) -> list[Packed]:
     """Pack every sequence in place. ``pools[group]`` holds the tensors of one group (K and V of a layer, say), each
-    ``[pages, page_tokens, heads, dim]``, any strides. Sequences share no page. Raises ValueError before anything moves."""
+    ``[pages, page_tokens, heads, dim]``, any strides. Sequences share no page. Raises ValueError before anything
+    moves."""
     groups = [list(group) for group in pools]
     for sequence in sequences:
         check(groups, sequence)

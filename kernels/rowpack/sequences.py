@@ -11,9 +11,9 @@ import torch
 class PagedSequence:
     """One sequence and the rows of it that stay.
 
-    pages: int64 ``[n]``, its page table; ordinal i lies in ``pages[i // page_tokens]``. rows: rows in use, tail included.
-    first_row: rows before it do not move. kept: int64 ``[groups or 1, heads or 1, k]``, strictly ascending, relative to
-    `first_row`; 1 stands for all. tail_rows: that many last rows move behind the kept ones as they are.
+    pages: int64 ``[n]``, its page table; ordinal i lies in ``pages[i // page_tokens]``. rows: rows in use, tail
+    included. first_row: rows before it do not move. kept: int64 ``[groups or 1, heads or 1, k]``, strictly ascending,
+    relative to `first_row`; 1 stands for all. tail_rows: that many last rows move behind the kept ones as they are.
     """
 
     pages: torch.Tensor

@@ -1,1 +1,2 @@
-"""Scores of cached keys from query statistics, and the selection of the best of them (TriAttention, arXiv 2604.04921)."""
+"""Scores of cached keys from query statistics, and the selection of the best of them (TriAttention, arXiv
+2604.04921)."""

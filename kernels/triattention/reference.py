@@ -36,10 +36,10 @@ def score(
 ) -> F64:
     """fp64 ``[T]``: the score of one query head for the keys of its KV head.
 
-    keys: ``[T, head_dim]``, rotated as they lie in the cache. q_mean: complex ``[F]``, mean query before rotation; q_abs:
-    ``[F]``, mean absolute value. gain: ``[F]``, the square of the rotary embedding's scaling. t: current position.
-    """
-    x = keys.astype(np.float64)
+    keys: ``[T, head_dim]``, rotated as they lie in the cache. q_mean: complex ``[F]``, mean query before rotation;
+    q_abs: ``[F]``, mean absolute value. gain: ``[F]``, the square of the rotary embedding's scaling. t: current
+    position."""
+    x: F64 = keys.astype(np.float64)
     k: C128 = x[:, real] + 1j * x[:, imag]
     mean = q_mean.astype(np.complex128)
     total = np.zeros(len(k))
@@ -47,7 +47,8 @@ def score(
         phase = np.exp(1j * omega.astype(np.float64) * float(t + d))
         total += (gain * (mean * np.conj(k) * phase).real).sum(axis=1)
     spread = gain * (q_abs.astype(np.float64) - np.abs(mean))
-    return total / len(offsets) + (spread * np.abs(k)).sum(axis=1)
+    total += len(offsets) * (spread * np.abs(k)).sum(axis=1)
+    return total / len(offsets)
 
 
 def normalize(rows: F64) -> F64:
@@ -66,12 +67,13 @@ def reduce(scores: F64, kv_heads: int, mode: str, *, normalized: bool = True) ->
     if mode == "per_head":
         return np.asarray(grouped.mean(axis=0), dtype=np.float64)[None]
     if mode == "per_layer_perhead":
-        return grouped
+        return np.asarray(grouped, dtype=np.float64)
     raise ValueError(f"eviction mode {mode!r}: give one of {', '.join(MODES)}")
 
 
 def select(scores: npt.NDArray[Any], budget: int) -> I64:
-    """int64 ``[..., budget]``, ascending: the best `budget` of the last axis, ties filled by lowest index. NaN is worst."""
+    """int64 ``[..., budget]``, ascending: the best `budget` of the last axis, ties filled by lowest index. NaN is
+    worst."""
     ranked = np.where(np.isnan(scores), -np.inf, scores)
     order = np.argsort(-ranked, axis=-1, kind="stable")[..., :budget]
     return np.sort(order, axis=-1).astype(np.int64)

@@ -36,14 +36,14 @@ def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[n
     try:
         _native.encode_pages(
             plan,
-            _as(pages.ids, np.int64),
-            _as(pages.valid_tokens, np.int32),
+            np.ascontiguousarray(pages.ids, np.int64),
+            np.ascontiguousarray(pages.valid_tokens, np.int32),
             layout.spec.page_tokens,
             pages.arena,
-            _as(pages.offsets, np.int64),
+            np.ascontiguousarray(pages.offsets, np.int64),
             layout.cold_page_bytes,
             layout.scale_table_offset,
-            _as(seeds, np.uint64),
+            np.ascontiguousarray(seeds, np.uint64),
             checksums,
             refused,
         )
@@ -61,11 +61,11 @@ def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | Non
     try:
         _native.decode_pages(
             plan,
-            _as(pages.ids, np.int64),
-            _as(pages.valid_tokens, np.int32),
+            np.ascontiguousarray(pages.ids, np.int64),
+            np.ascontiguousarray(pages.valid_tokens, np.int32),
             layout.spec.page_tokens,
             pages.arena,
-            _as(pages.offsets, np.int64),
+            np.ascontiguousarray(pages.offsets, np.int64),
             layout.cold_page_bytes,
             layout.scale_table_offset,
             wanted.start,
@@ -73,10 +73,6 @@ def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | Non
         )
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
-
-
-def _as(values: npt.NDArray[np.generic], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
-    return np.ascontiguousarray(values, dtype)
 
 
 def _error(e: Exception, arena: npt.NDArray[np.uint8]) -> CodecError:
@@ -120,9 +116,7 @@ def _layout_fields(layout: ColdLayout) -> npt.NDArray[np.int64]:
                 "use the codec 'raw'"
             )
         code = _CODES[spec.dtype]
-        rows.append(
-            (spec.heads, spec.tokens, spec.dim, code, int(at.compressed), at.data_offset, at.scale_offset)
-        )
+        rows.append((spec.heads, spec.tokens, spec.dim, code, int(at.compressed), at.data_offset, at.scale_offset))
     fields = np.array(rows, np.int64)
     if len(_plans) >= _CACHED_LAYOUTS:
         _plans.clear()

@@ -72,12 +72,14 @@ class Hot:
 
     def rows(self, buffer: int, token: int) -> Array:
         """``[heads, dim]`` of one token of the pool: a view."""
-        array = self.arrays[buffer]
-        if self.layout is HotLayout.NHD:
-            return array[token]
-        if self.layout is HotLayout.HND:
-            return array[token // self.spec.page_tokens, :, token % self.spec.page_tokens]
-        return array[:, token]
+        array, page_tokens = self.arrays[buffer], self.spec.page_tokens
+        index: tuple[int | slice, ...] = {
+            HotLayout.NHD: (token,),
+            HotLayout.HND: (token // page_tokens, slice(None), token % page_tokens),
+            HotLayout.SEQ: (slice(None), token),
+        }[self.layout]
+        rows: Array = array[index]
+        return rows
 
     def fill(self, sequence: Sequence[Array]) -> Hot:
         """`sequence`: per buffer ``[tokens, heads, dim]``."""
@@ -258,7 +260,10 @@ class CodecContract(ABC):
         spec = spec_of(dtype)
         tokens = 3 * spec.page_tokens
         source = self.sequence(dtype, tokens)
-        bits = {DType.BF16: np.array(bad, np.float32).view(np.uint32) >> 16, DType.FP16: np.float16(bad).view(np.uint16)}
+        bits = {
+            DType.BF16: np.array(bad, np.float32).view(np.uint32) >> 16,
+            DType.FP16: np.float16(bad).view(np.uint16),
+        }
         source[2][spec.page_tokens, 1, 7] = bits.get(dtype, bad)
         hot = Hot(spec, HotLayout.NHD, tokens).fill(source)
         valid = [spec.page_tokens] * 3
@@ -280,12 +285,21 @@ class CodecContract(ABC):
     @pytest.mark.parametrize(
         ("page", "valid", "shift"),
         [(3, 5, 0), (-1, 5, 0), (2, 5, 0), (0, 6, 0), (0, -1, 0), (0, 5, 10**9), (0, 5, -(10**9))],
-        ids=["page past the end", "negative page", "rows past the end", "too many tokens", "negative tokens",
-             "slot past the end", "slot before the start"],
+        ids=[
+            "page past the end",
+            "negative page",
+            "rows past the end",
+            "too many tokens",
+            "negative tokens",
+            "slot past the end",
+            "slot before the start",
+        ],
     )
     def test_out_of_range_is_refused_before_anything_is_written(self, page: int, valid: int, shift: int) -> None:
         spec, codec = spec_of(DType.BF16), self.make_codec()
-        hot = Hot(spec, HotLayout.SEQ, 2 * spec.page_tokens + 1).fill(self.sequence(DType.BF16, 2 * spec.page_tokens + 1))
+        hot = Hot(spec, HotLayout.SEQ, 2 * spec.page_tokens + 1).fill(
+            self.sequence(DType.BF16, 2 * spec.page_tokens + 1)
+        )
         before = [a.tobytes() for a in hot.sequence()]
         layout = codec.layout(spec)
         slots = Slots(layout, 2, 0x5A)
@@ -303,8 +317,15 @@ class CodecContract(ABC):
         layout = codec.layout(spec_of(DType.FP16))
         slots = Slots(layout, 1, 0)
         with pytest.raises(CodecError, match="PageSpec"):
-            codec.encode(layout, hot.pool, np.zeros(1, np.int64), np.full(1, 5, np.int32), slots.arena, slots.offsets,
-                         np.zeros(1, np.uint64))
+            codec.encode(
+                layout,
+                hot.pool,
+                np.zeros(1, np.int64),
+                np.full(1, 5, np.int32),
+                slots.arena,
+                slots.offsets,
+                np.zeros(1, np.uint64),
+            )
 
     def test_threads_do_not_disturb_each_other(self) -> None:
         spec, pages = spec_of(DType.BF16), 16
