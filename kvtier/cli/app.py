@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import bench, demo, size
+from kvtier.cli import bench, demo, replay, size
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -35,3 +35,4 @@ def _root(
 app.add_typer(size.app, name="size")
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.command()(replay.replay)

@@ -1,12 +1,12 @@
 """Readers of trace files, and the traces that come with kvtier.
 
-mooncake: JSON lines, one request each: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per block of 512
-tokens; equal ids are equal prefixes everywhere in the file).
+mooncake: JSON lines, one request each: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per block of
+512 tokens; equal ids are equal prefixes everywhere in the file).
 
 weka: the traces of kv-cache-tester, one JSON object per session, in a file, in JSON lines or in a directory of .json
 files: `id`, `block_size` (64), `hash_id_scope` (``local``, the default: ids mean nothing outside their session; or
-``global``), and `requests` with `t` (s since the session began), `in`, `out`, `hash_ids`, `think_time` and `api_time` (s).
-An entry of type ``subagent`` holds `requests` of its own.
+``global``), and `requests` with `t` (s since the session began), `in`, `out`, `hash_ids`, `think_time` and `api_time`
+(s). An entry of type ``subagent`` holds `requests` of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _detect(path: Path) -> TraceFormat:
     )
 
 
-# -- mooncake ------------------------------------------------------------------------------------------------------------
+# -- mooncake --------------------------------------------------------------------------------------------------------
 
 
 def _read_mooncake(path: Path, block_tokens: int) -> Trace:
@@ -121,7 +121,7 @@ def _read_mooncake(path: Path, block_tokens: int) -> Trace:
     return Trace.of(requests, block_tokens)
 
 
-# -- weka ----------------------------------------------------------------------------------------------------------------
+# -- weka ------------------------------------------------------------------------------------------------------------
 
 
 def _read_weka(path: Path, session_gap_s: float) -> Trace:
@@ -131,7 +131,9 @@ def _read_weka(path: Path, session_gap_s: float) -> Trace:
     for number, (where, session) in enumerate(_weka_sessions(path)):
         size = int(_number(session, "block_size", where, WEKA_BLOCK_TOKENS))
         if block_tokens not in (None, size):
-            raise ConfigError(f"{where}: block_size {size}, but {block_tokens} in the sessions before it; replay them apart")
+            raise ConfigError(
+                f"{where}: block_size {size}, but {block_tokens} in the sessions before it; replay them apart"
+            )
         block_tokens = size
         scope = session.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
@@ -196,7 +198,7 @@ def _entries(session: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [_a_dict(entry, where) for entry in entries]
 
 
-# -- fields ----------------------------------------------------------------------------------------------------------------
+# -- fields ----------------------------------------------------------------------------------------------------------
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ MODELS: dict[str, Geometry] = {
     "deepseek-ai/DeepSeek-V3.2": Geometry(61, 1, 576, latent=True, index_layers=61),
     "zai-org/GLM-5.2": Geometry(79, 1, 576, latent=True, index_layers=22),
 }
-"""Geometries of some models. Of hybrid models (Qwen3.5) the attention pages only: their recurrent state comes on top."""
+"""Geometries of some models. Of hybrid models (Qwen3.5) the attention pages only: their state comes on top."""
 
 
 def geometry_of_model(name: str) -> Geometry:
@@ -90,7 +90,9 @@ def parse_geometry(text: str) -> Geometry:
     if match := re.fullmatch(r"mla:(\d+)x(\d+)(?:\+(\d+)x(\d+))?", text):
         layers, dim, index_layers, index_bytes = (int(g or 0) for g in match.groups())
         if index_layers > layers:
-            raise ConfigError(f"--page {text}: {index_layers} layers with index keys are more than the {layers} there are")
+            raise ConfigError(
+                f"--page {text}: {index_layers} layers with index keys are more than the {layers} there are"
+            )
         return Geometry(layers, 1, dim, True, index_layers, index_bytes)
     raise ConfigError(f"--page {text}: give mha:LAYERSxHEADSxDIM, mla:LAYERSxDIM or mla:LAYERSxDIM+INDEX_LAYERSxBYTES")
 

@@ -5,11 +5,11 @@ A file of JSON lines. The first line describes the file::
     {"format": "kvtier-lookups", "version": 1, "page_tokens": 64}
 
 Each further line is one request: `t` seconds since the recorder was opened, `s` number of its session, `in` and `out`
-tokens, `keys` the hashes of its pages, 16 hexadecimal digits each, joined. Page keys are chained over their prefix, so a
-request that begins like an earlier one names only the last page they share, in `after`, and lists the pages behind it.
+tokens, `keys` the hashes of its pages, 16 hexadecimal digits each, joined. Page keys are chained over their prefix, so
+a request that begins like an earlier one names only the last page they share, in `after`, and lists the pages behind.
 
-A hash is BLAKE2b-64 of the page key, keyed with 32 random bytes that are drawn per file and never stored: equal pages of
-one file are equal numbers, and nobody who guesses a prompt can confirm the guess.
+A hash is BLAKE2b-64 of the page key, keyed with 32 random bytes that are drawn per file and never stored: equal pages
+of one file are equal numbers, and nobody who guesses a prompt can confirm the guess.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BYTES = 4 << 30
 
 
 class LookupRecorder:
-    """Appends one line per request to a new file of mode 0600. Any thread may call it; a call costs some microseconds and
+    """Appends one line per request to a new file of mode 0600. Any thread may call it; a call costs microseconds and
     never raises for the disk's sake: after an error, or at `max_bytes`, recording ends, and `stopped` says why.
 
     remember_pages: how many pages are kept in memory to shorten lines; when there are more, later lines are longer.
@@ -74,10 +74,12 @@ class LookupRecorder:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise TierPathError(
-                f"record = {str(self.path)!r} cannot be created: {error.strerror}; name a new file in a writable directory"
+                f"record = {str(self.path)!r} cannot be created: {error.strerror}; name a new file in a writable folder"
             ) from None
         self._file = os.fdopen(fd, "wb")
-        self._written_bytes = self._file.write(_line({"format": FORMAT, "version": VERSION, "page_tokens": page_tokens}))
+        self._written_bytes = self._file.write(
+            _line({"format": FORMAT, "version": VERSION, "page_tokens": page_tokens})
+        )
 
     def record(
         self, page_keys: Sequence[bytes], *, input_tokens: int, output_tokens: int = 0, session: str | None = None
@@ -90,9 +92,9 @@ class LookupRecorder:
             # A copy of the keyed state per page: the key schedule is run once.
             hashes = []
             for key in page_keys:
-                h = self._hash.copy()
-                h.update(key)
-                hashes.append(h.digest())
+                keyed = self._hash.copy()
+                keyed.update(key)
+                hashes.append(keyed.digest())
             shared = next((i for i, h in enumerate(hashes) if h not in self._known), len(hashes))
             entry: dict[str, Any] = {
                 "t": round(self._clock() - self._start, 6),
@@ -174,7 +176,7 @@ def read_recorded(path: Path) -> Trace:
                 digits = str(entry["keys"])
                 if len(digits) % _DIGITS:
                     raise ValueError(f"keys of {len(digits)} digits")
-                own = []
+                own: list[int] = []
                 for at in range(0, len(digits), _DIGITS):
                     block = ids.setdefault(digits[at : at + _DIGITS], len(ids))
                     if block == len(parents):
@@ -185,7 +187,9 @@ def read_recorded(path: Path) -> Trace:
                     chain.append(parent)
                     parent = parents[parent]
                 requests.append(
-                    Request(float(entry["t"]), int(entry["in"]), int(entry["out"]), [*chain[::-1], *own], int(entry["s"]))
+                    Request(
+                        float(entry["t"]), int(entry["in"]), int(entry["out"]), [*chain[::-1], *own], int(entry["s"])
+                    )
                 )
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"trace {str(path)!r}, line {number}: not a recorded lookup ({error!r})") from None

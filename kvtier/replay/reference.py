@@ -1,7 +1,8 @@
 """The simulator in plain Python: what the native one must equal, number for number. Slow, and meant to be obvious.
 
-Both answer per request and tier: `hits`, blocks found there; `prefix`, those of them that no miss comes before; `stored`,
-blocks written there. Blocks are accessed one by one in the order of the request, and a missing block is stored at once.
+Both answer per request and tier: `hits`, blocks found there; `prefix`, those of them that no miss comes before;
+`stored`, blocks written there. Blocks are accessed one by one in the order of the request, and a missing block is
+stored at once.
 """
 
 from __future__ import annotations
@@ -206,9 +207,9 @@ def replay_closed(trace: Trace, plan: CachePlan, speeds: Speeds, concurrency: in
     """`concurrency` users take the trace's sessions in order, each the next when its last one has ended, and send the
     requests of a session one after the other, with its pauses.
 
-    A request looks its blocks up when it is sent, and what it misses is there for the others from then on. Its loads wait
-    for each tier's bandwidth, its prefill for the one engine, first come first served; decoding is batched, and a request
-    keeps the step time that its first step had.
+    A request looks its blocks up when it is sent, and what it misses is there for the others from then on. Its loads
+    wait for each tier's bandwidth, its prefill for the one engine, first come first served; decoding is batched, and a
+    request keeps the step time that its first step had.
     """
     run = ClosedRun.empty(trace.requests, plan.tiers)
     stack = _Stack(plan)

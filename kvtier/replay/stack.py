@@ -17,8 +17,8 @@ UNLIMITED = -1
 class Policy(IntEnum):
     """Which page makes room. Numbers are shared with the native simulator.
 
-    lru: the least recently used. fifo: the first stored. s3fifo: a small queue (a tenth) in front of a main queue, with a
-    memory of what left the small one (Yang et al., SOSP 2023).
+    lru: the least recently used. fifo: the first stored. s3fifo: a small queue (a tenth) in front of a main queue, with
+    a memory of what left the small one (Yang et al., SOSP 2023).
     """
 
     LRU = 0
@@ -57,7 +57,7 @@ class TierPlan:
         blocks = self.capacity_bytes // block_bytes
         if blocks < 1:
             raise ConfigError(
-                f"--tier {self.name}: {self.capacity_bytes:,} bytes hold no block of {block_bytes:,} bytes; give it more"
+                f"--tier {self.name}: {self.capacity_bytes:,} bytes hold no block of {block_bytes:,}; give it more"
             )
         return blocks
 
@@ -69,8 +69,8 @@ SPEEDS = {
     "redis": (3e9, 1e-3),
     "remote": (3e9, 1e-3),
 }
-"""Bandwidth (bytes/s) and latency (s) of well-known names where none is given: one PCIe 4.0 x16 link, one NVMe drive, one
-25 Gbit/s network port."""
+"""Bandwidth (bytes/s) and latency (s) of well-known names where none is given: one PCIe 4.0 x16 link, one NVMe drive,
+one 25 Gbit/s network port."""
 
 _OPTIONS = ("bandwidth", "latency", "ttl", "policy")
 
@@ -90,7 +90,9 @@ def parse_tier(text: str) -> TierPlan:
     for option in options:
         key, equals, value = option.partition("=")
         if key not in _OPTIONS or not equals or key in given:
-            raise ConfigError(f"--tier {text}: {option!r} is not one of {', '.join(o + '=...' for o in _OPTIONS)}, once each")
+            raise ConfigError(
+                f"--tier {text}: {option!r} is not one of {', '.join(o + '=...' for o in _OPTIONS)}, once each"
+            )
         given[key] = value
     known = SPEEDS.get(name)
     if known is None and "bandwidth" not in given:
@@ -147,4 +149,6 @@ def _policy(text: str, value: str) -> Policy:
     try:
         return Policy[value.upper()]
     except KeyError:
-        raise ConfigError(f"--tier {text}: policy {value!r} must be one of {', '.join(p.name.lower() for p in Policy)}") from None
+        raise ConfigError(
+            f"--tier {text}: policy {value!r} must be one of {', '.join(p.name.lower() for p in Policy)}"
+        ) from None

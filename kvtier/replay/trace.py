@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +33,10 @@ class Request:
 class Trace:
     """Requests in the order in which they arrive.
 
-    blocks: int32 ``[N]``, ids from 0 to ``unique_blocks - 1``; request r has ``blocks[offsets[r] : offsets[r + 1]]``, and
-    two equal ids are the same prefix. offsets: int64 ``[R + 1]``. times_s: float64 ``[R]``, arrival. input_tokens,
-    output_tokens: int64 ``[R]``. sessions: int32 ``[R]``, numbered in the order of their first request; the requests of a
-    session follow each other. think_s: float64 ``[R]``, the pause of a session before this request.
+    blocks: int32 ``[N]``, ids from 0 to ``unique_blocks - 1``; request r has ``blocks[offsets[r] : offsets[r + 1]]``,
+    and two equal ids are the same prefix. offsets: int64 ``[R + 1]``. times_s: float64 ``[R]``, arrival. input_tokens,
+    output_tokens: int64 ``[R]``. sessions: int32 ``[R]``, numbered in the order of their first request; the requests of
+    a session follow each other. think_s: float64 ``[R]``, the pause of a session before this request.
     block_tokens: tokens in one block; a last block that is not full counts as full.
     """
 
@@ -58,7 +58,9 @@ class Trace:
             if len(getattr(self, name)) != requests:
                 raise ConfigError(f"a trace of {requests} requests with {len(getattr(self, name))} {name}")
         if len(self.offsets) != requests + 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.blocks):
-            raise ConfigError("offsets of a trace must lead from 0 to the number of its blocks, one per request and one more")
+            raise ConfigError(
+                "offsets of a trace must lead from 0 to the number of its blocks, one per request and one more"
+            )
         if np.any(np.diff(self.offsets) < 0):
             raise ConfigError("offsets of a trace must not decrease")
         if len(self.blocks) and not 0 <= int(self.blocks.min()) <= int(self.blocks.max()) < self.unique_blocks:
@@ -100,7 +102,9 @@ class Trace:
         raw = np.fromiter((b for r in ordered for b in r.blocks), np.int64, int(offsets[-1]))
         ids, blocks = np.unique(raw, return_inverse=True)
         if len(ids) > _MAX_BLOCK:
-            raise ConfigError(f"the trace has {len(ids):,} distinct blocks, more than {_MAX_BLOCK:,}; replay a part of it")
+            raise ConfigError(
+                f"the trace has {len(ids):,} distinct blocks, more than {_MAX_BLOCK:,}; replay a part of it"
+            )
         sessions: dict[int, int] = {}
         return Trace(
             block_tokens,
@@ -116,7 +120,7 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Write the compact form: a compressed .npz of the arrays, block ids and times as differences."""
-        fields = {
+        fields: dict[str, npt.NDArray[Any] | np.int64] = {
             "version": np.int64(FORMAT_VERSION),
             "block_tokens": np.int64(self.block_tokens),
             "unique_blocks": np.int64(self.unique_blocks),
@@ -129,7 +133,7 @@ class Trace:
             "think_us": np.rint(self.think_s * 1e6).astype(np.int64),
         }
         with path.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **fields)
+            np.savez_compressed(file, allow_pickle=False, **fields)  # type: ignore[arg-type]  # stub without arrays
 
     @staticmethod
     def load(path: Path) -> Trace:
@@ -138,7 +142,9 @@ class Trace:
             with np.load(path, allow_pickle=False) as z:
                 version = int(z["version"])
                 if version != FORMAT_VERSION:
-                    raise ConfigError(f"trace {str(path)!r} has format version {version}; this kvtier reads {FORMAT_VERSION}")
+                    raise ConfigError(
+                        f"trace {str(path)!r} has format version {version}; this kvtier reads {FORMAT_VERSION}"
+                    )
                 return Trace(
                     int(z["block_tokens"]),
                     _summed(z["block_steps"], np.int32),
@@ -153,7 +159,9 @@ class Trace:
         except (OSError, ValueError, KeyError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"trace {str(path)!r} is not a compact trace of kvtier: {error}; give its --format") from None
+            raise ConfigError(
+                f"trace {str(path)!r} is not a compact trace of kvtier: {error}; give its --format"
+            ) from None
 
 
 def _summed(steps: npt.NDArray[np.generic], dtype: type[T]) -> npt.NDArray[T]:
