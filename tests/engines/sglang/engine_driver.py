@@ -1,0 +1,157 @@
+"""A real engine in a process of its own, driven by JSON lines on standard input; answers on standard output.
+
+Run as a script, with the engine's keyword arguments as JSON in its first argument. SGLang's workers import this file
+again before they load plugins, so what is patched at module level is patched in the scheduler too:
+
+KVTIER_TEST_SDPA=1     replaces the CPU attention of prefills, see `extend`
+KVTIER_TEST_FAIL=FILE  the next load fails in its second layer after FILE was created (and removes it)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def extend(
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+) -> torch.Tensor:
+    """Attention of new tokens over cached and new ones, for the new rows only.
+
+    SGLang's own function for CPUs attends with a query as long as the whole sequence and throws the cached rows away,
+    so there even a full hit costs as much attention as a miss, which no accelerator does. `query`, `output`:
+    ``[new tokens, heads, dim]``; `k_cache`, `v_cache`: ``[slots, kv heads, dim]``.
+    """
+    done = 0
+    for i, total in enumerate(seq_lens.tolist()):
+        new, cached = int(extend_seq_lens[i]), int(extend_prefix_lens[i])
+        slots = req_to_token[req_pool_indices[i], :total]
+        q = query[done : done + new].transpose(0, 1)
+        k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
+        seen = torch.arange(total) <= torch.arange(cached, total)[:, None] if causal else None
+        out = scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=seen, scale=scaling, enable_gqa=enable_gqa
+        )
+        output[done : done + new] = out[0].transpose(0, 1)
+        done += new
+    return output
+
+
+def patch_attention() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
+    HookRegistry.register(target, extend, HookType.REPLACE)
+
+
+def patch_loads(marker: Path) -> None:
+    from kvtier.connectors.sglang.loads import BatchLoad
+
+    real = BatchLoad.layer_done
+
+    def layer_done(batch: BatchLoad, layer: int) -> None:
+        if layer == 1 and marker.exists():
+            marker.unlink()
+            raise OSError("injected by a test")
+        real(batch, layer)
+
+    BatchLoad.layer_done = layer_done  # type: ignore[method-assign]
+
+
+if os.environ.get("KVTIER_TEST_SDPA") == "1":
+    patch_attention()
+if os.environ.get("KVTIER_TEST_FAIL"):
+    patch_loads(Path(os.environ["KVTIER_TEST_FAIL"]))
+
+
+class Driver:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(**arguments)
+
+    async def one(self, rid: str, ids: list[int], tokens: int, abort_after_s: float | None, more: dict[str, Any]) -> Any:
+        """Generate greedily; `ttft_s` is the time to the first streamed token."""
+        start = time.perf_counter()
+        first: float | None = None
+        answer: dict[str, Any] = {"rid": rid, "ids": []}
+        manager = self.engine.tokenizer_manager
+        if abort_after_s is not None:
+            asyncio.get_running_loop().call_later(abort_after_s, manager.abort_request, rid)
+        try:
+            stream = await self.engine.async_generate(
+                input_ids=ids,
+                rid=rid,
+                sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+                stream=True,
+                **more,
+            )
+            async for chunk in stream:
+                first = first or time.perf_counter() - start
+                meta = chunk["meta_info"]
+                answer |= {
+                    "ids": chunk["output_ids"],
+                    "cached": meta["cached_tokens"],
+                    "details": meta.get("cached_tokens_details"),
+                    "finish": meta["finish_reason"],
+                }
+        except Exception as error:  # noqa: BLE001 - the test decides what should have happened
+            answer["error"] = f"{type(error).__name__}: {error}"
+            answer["status"] = getattr(error, "status_code", None)
+        return answer | {"ttft_s": first, "total_s": time.perf_counter() - start}
+
+    def generate(self, requests: list[dict[str, Any]]) -> Any:
+        async def run() -> Any:
+            return await asyncio.gather(
+                *(
+                    self.one(r["rid"], r["ids"], r.get("tokens", 8), r.get("abort_after_s"), r.get("more", {}))
+                    for r in requests
+                )
+            )
+
+        return self.engine.loop.run_until_complete(run())
+
+    def flush(self) -> Any:
+        return self.engine.flush_cache().success
+
+    def text(self, text: str) -> Any:
+        return self.engine.tokenizer_manager.tokenizer.encode(text)
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints goes to standard error
+    driver = Driver(json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = getattr(driver, command.pop("do"))(**command)
+        print(json.dumps({"answer": answer}), file=out, flush=True)
+    driver.engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Starts `engine_driver` and talks to it; the whole process group can be killed as a crash would."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import IO, Any
+
+DRIVER = Path(__file__).with_name("engine_driver.py")
+START_S = 150.0
+
+
+class EngineProcess:
+    """An engine with the connector, serving `model` on the CPU. `block`: kvtier's configuration; an http port is added.
+    Without a block the engine runs without the connector."""
+
+    def __init__(self, model: Path, block: dict[str, Any] | None, folder: Path, **arguments: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = _free_port()
+        self.fail_next_load = folder / "fail-next-load"
+        options: dict[str, Any] = {
+            "model_path": str(model),
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "skip_tokenizer_init": True,
+            "grammar_backend": "none",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": 8192,
+            "max_running_requests": 8,
+            "log_level": "warning",
+            "enable_cache_report": True,
+        }
+        if block is not None:
+            path = folder / "kvtier.json"
+            path.write_text(json.dumps({**block, "http": {"port": self.port}}))
+            options |= {"kv_connector": "kvtier", "kv_connector_config": str(path)}
+        environment = {
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "KVTIER_TEST_SDPA": "1",
+            "KVTIER_TEST_FAIL": str(self.fail_next_load),
+        }
+        self.log = folder / f"engine-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(DRIVER), json.dumps(options | arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
+        begin = time.monotonic()
+        try:
+            self._read(START_S)
+        except BaseException:
+            self.kill()
+            raise
+        self.started_s = time.monotonic() - begin
+
+    def generate(self, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+        """Each request: rid, ids, and optionally tokens, abort_after_s, more (arguments of `generate`)."""
+        answers: list[dict[str, Any]] = self._do("generate", requests=list(requests))
+        return answers
+
+    def one(self, rid: str, ids: list[int], **options: Any) -> dict[str, Any]:
+        return self.generate({"rid": rid, "ids": ids, **options})[0]
+
+    def flush(self) -> bool:
+        """Forget the device cache; retried while the engine is still finishing requests."""
+        for _ in range(50):
+            if self._do("flush"):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._do("text", text=text)
+        return ids
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of the scheduler's /metrics by name and labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return {m[1]: float(m[2]) for line in lines if (m := re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)", line))}
+
+    def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0) -> None:
+        """Wait until a tier holds at least `pages`."""
+        give_up = time.monotonic() + limit_s
+        while (have := self.metrics()[f'kvtier_tier_resident_pages{{tier="{tier}"}}']) < pages:
+            assert time.monotonic() < give_up, f"{have} of {pages} pages in {tier}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """kill -9 on every process of the engine at once."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._reap()
+
+    def stop(self) -> None:
+        """End as an engine ends that is asked to."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    def _reap(self) -> None:
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _do(self, command: str, **arguments: Any) -> Any:
+        stdin: IO[str] | None = self._process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+        stdin.flush()
+        return self._read(120.0)["answer"]
+
+    def _read(self, limit_s: float) -> dict[str, Any]:
+        import select
+
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            tail = self.log.read_text(errors="replace")[-4000:]
+            raise AssertionError(f"the engine did not answer within {limit_s} s; its log ends with:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port

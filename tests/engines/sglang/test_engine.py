@@ -1,0 +1,122 @@
+"""The whole engine: command line to token, with a random model and, where it says so, the real SmolLM2-135M."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .engine_process import EngineProcess
+
+RAW = {"algorithm": "quantization_for_cold_page", "quant": "none"}
+
+
+def block(nvme: Path, **more: Any) -> dict[str, Any]:
+    tiers = [
+        {"type": "host", "capacity": "64MiB"},
+        {"type": "nvme", "path": str(nvme), "capacity": "256MiB"},
+    ]
+    return {"tiers": tiers, "kv_cache_compression_config": [RAW], **more}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """Starts engines, one at a time, and ends the last."""
+    running: list[EngineProcess] = []
+
+    def start(model: Path, config: dict[str, Any] | None, **arguments: Any) -> EngineProcess:
+        for engine in running:
+            engine.kill()
+        running.append(EngineProcess(model, config, tmp_path / "run", **arguments))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.kill()
+
+
+def prompt(n: int, length: int = 200) -> list[int]:
+    return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
+
+
+@pytest.mark.timeout(400)
+def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> None:
+    """One engine and its successor, since a start costs half a minute."""
+    nvme = tmp_path / "kv"
+    engine = run(tiny, block(nvme), page_size=16)
+    asked = prompt(1)
+
+    # The prefix comes from kvtier after a flush, and raw pages give the same tokens.
+    cold = engine.one("cold", asked)
+    assert cold["cached"] == 0 and len(cold["ids"]) == 8
+    engine.stored(12)
+    assert engine.flush()
+    warm = engine.one("warm", asked)
+    assert warm["ids"] == cold["ids"]
+    assert warm["cached"] == 192 and warm["details"]["host"] == 192 and warm["details"]["device"] == 0
+    assert engine.metrics()['kvtier_hits_total{tier="host"}'] == 12
+
+    # Another salt finds nothing; the same one again finds its own.
+    salted = engine.one("salted", asked, more={"cache_salt": "tenant"})
+    assert salted["cached"] == 0 and salted["ids"] == cold["ids"]
+    assert engine.flush()
+    assert engine.one("salted2", asked, more={"cache_salt": "tenant"})["cached"] == 192
+
+    # A load that fails after its start: 503 for its batch, nothing inserted, the next request is right.
+    assert engine.flush()
+    engine.fail_next_load.touch()
+    failed = engine.one("failed", asked)
+    assert (failed.get("finish") or {}).get("status_code", failed.get("status")) == 503, failed
+    assert not engine.fail_next_load.exists()
+    after = engine.one("after", asked)
+    assert after["ids"] == cold["ids"] and after["details"]["device"] == 0
+
+    # 100 concurrent requests, a third of them aborted at various moments, with prefixes in every state.
+    requests = [
+        {"rid": f"many{n}", "ids": prompt(n % 7, 150 + n), "abort_after_s": 0.05 * n if n % 3 == 0 else None}
+        for n in range(100)
+    ]
+    answers = engine.generate(*requests)
+    done = [a for a in answers if "error" not in a and (a.get("finish") or {}).get("type") == "length"]
+    assert len(done) >= 66
+    assert engine.flush()
+    metrics = engine.metrics()
+    hits = sum(v for k, v in metrics.items() if k.startswith("kvtier_hits_total"))
+    misses = sum(v for k, v in metrics.items() if k.startswith("kvtier_misses_total"))
+    assert metrics["kvtier_lookups_total"] == hits + misses
+    assert metrics['kvtier_errors_total{site="engine"}'] == 0
+    assert engine.one("still", asked)["ids"] == cold["ids"]
+
+    # A crash; the next engine restores from the same directory.
+    engine.kill()
+    second = run(tiny, block(nvme), page_size=16)
+    restored = second.one("restored", asked)
+    assert restored["ids"] == cold["ids"] and restored["cached"] == 192
+    assert second.metrics()['kvtier_hits_total{tier="nvme"}'] == 12
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_without_a_page_size_gets_one(run: Any, tiny: Path, tmp_path: Path) -> None:
+    engine = run(tiny, block(tmp_path / "kv"))
+    cold = engine.one("cold", prompt(2))
+    assert engine.flush()
+    warm = engine.one("warm", prompt(2))
+    assert warm["cached"] == 192 == 3 * 64 and warm["ids"] == cold["ids"]
+    assert engine.metrics()['kvtier_hits_total{tier="host"}'] == 3
+
+
+@pytest.mark.timeout(200)
+def test_a_real_model_gives_the_same_tokens_from_restored_pages(run: Any, tmp_path: Path) -> None:
+    from kvtier.cli.demo_model import ensure_model
+
+    engine = run(
+        ensure_model(), block(tmp_path / "kv"), skip_tokenizer_init=False, dtype="float32", max_total_tokens=4096
+    )
+    text = "The tide had gone out before anyone noticed that the boat was missing. " * 24
+    ids = engine.encode(text)[:260]
+    cold = engine.one("cold", ids, tokens=12)
+    assert engine.flush()
+    warm = engine.one("warm", ids, tokens=12)
+    assert warm["cached"] == 256 and warm["ids"] == cold["ids"]
