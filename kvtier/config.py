@@ -66,6 +66,21 @@ class ColdPageConfig(_Block):
     global_scale: Annotated[GlobalScale, Field(strict=False)] = GlobalScale.PAGE
 
 
+class TriAttentionConfig(_Block):
+    """Which generated tokens stay in the live cache. `budget`, `beta` count generated tokens; prompts always stay."""
+
+    algorithm: Literal["triattention"]
+    budget: Annotated[int, Field(ge=1)] = 2048
+    beta: Annotated[int, Field(ge=1)] = 128
+    eviction_mode: Literal["union", "per_head", "per_layer_perhead"] = "union"
+    normalize_scores: bool = True
+    calibration_path: Annotated[Path, Field(strict=False)]
+
+
+CompressionConfig = Annotated[ColdPageConfig | TriAttentionConfig, Field(discriminator="algorithm")]
+_ALGORITHMS = ("quantization_for_cold_page", "triattention")
+
+
 class HostTierConfig(_Block):
     """Pages in this process's memory. `capacity` is per node; a rank takes its share."""
 
@@ -82,7 +97,33 @@ class NvmeTierConfig(_Block):
     io_threads: Annotated[int, Field(ge=1, le=64)] = 8
 
 
-TierConfig = Annotated[HostTierConfig | NvmeTierConfig, Field(discriminator="type")]
+class RedisTierConfig(_Block):
+    """Pages shared through Redis or Valkey (`docs/redis.md`). `capacity` is the server's own (its maxmemory).
+
+    url: ``redis://``, ``rediss://`` (TLS) or ``unix://``, several hosts separated by commas, never with a password:
+    that is in `password_file` or in the environment variable KVTIER_REDIS_PASSWORD. mode: auto asks the servers.
+    service: the master's name, where the URL names sentinels. timeout: of one batch, connecting included.
+    connections: per server.
+    """
+
+    type: Literal["redis"]
+    url: str
+    mode: Literal["auto", "standalone", "sentinel", "cluster"] = "auto"
+    service: str = ""
+    username: str = ""
+    password_file: Annotated[Path | None, Field(strict=False)] = None
+    sentinel_password_file: Annotated[Path | None, Field(strict=False)] = None
+    tls_ca: Annotated[Path | None, Field(strict=False)] = None
+    tls_cert: Annotated[Path | None, Field(strict=False)] = None
+    tls_key: Annotated[Path | None, Field(strict=False)] = None
+    tls_check_hostname: bool = True
+    prefix: str = "kvtier:1:"
+    ttl: Seconds | None = None
+    timeout: Seconds = 1.0
+    connections: Annotated[int, Field(ge=1, le=256)] = 8
+
+
+TierConfig = Annotated[HostTierConfig | NvmeTierConfig | RedisTierConfig, Field(discriminator="type")]
 
 
 class HttpConfig(_Block):
@@ -100,7 +141,7 @@ class Config(_Block):
     salt: separates tenants whose pages must never meet.
     """
 
-    kv_cache_compression_config: tuple[ColdPageConfig, ...] = Field(
+    kv_cache_compression_config: tuple[CompressionConfig, ...] = Field(
         default=(ColdPageConfig(algorithm="quantization_for_cold_page"),), strict=False
     )
     tiers: tuple[TierConfig, ...] = Field(strict=False)
@@ -119,14 +160,29 @@ class Config(_Block):
                 f"tiers = {kinds}: the first tier must be of type host, and only the first; "
                 "put {type: host, capacity: ...} at the front"
             )
-        if len(self.kv_cache_compression_config) > 1:
-            raise ValueError("kv_cache_compression_config: quantization_for_cold_page may be given once")
+        _once(self.kv_cache_compression_config)
         return self
 
     @property
     def cold_page(self) -> ColdPageConfig | None:
         """The cold page's options, or None when pages are stored raw because the list is empty."""
-        return next(iter(self.kv_cache_compression_config), None)
+        return next((c for c in self.kv_cache_compression_config if isinstance(c, ColdPageConfig)), None)
+
+
+class _CompressionBlock(_Block):
+    kv_cache_compression_config: tuple[CompressionConfig, ...] = Field(strict=False)
+
+    @model_validator(mode="after")
+    def _combination(self) -> _CompressionBlock:
+        _once(self.kv_cache_compression_config)
+        return self
+
+
+def _once(methods: tuple[ColdPageConfig | TriAttentionConfig, ...]) -> None:
+    names = [m.algorithm for m in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"kv_cache_compression_config: {name} may be given once")
 
 
 def parse_config(block: Mapping[str, Any]) -> Config:
@@ -137,8 +193,27 @@ def parse_config(block: Mapping[str, Any]) -> Config:
         raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
 
 
+def parse_compression(block: Mapping[str, Any]) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
+    """Validate a block that names methods alone, or a whole one, and give its methods."""
+    if "tiers" in block:
+        return parse_config(block).kv_cache_compression_config
+    try:
+        return _CompressionBlock.model_validate(dict(block)).kv_cache_compression_config
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
 def load_config(path: str | Path) -> Config:
     """Read and validate a YAML (or JSON) file."""
+    return parse_config(_read(path, "tiers"))
+
+
+def load_compression(path: str | Path) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
+    """Read and validate the methods of a YAML (or JSON) file."""
+    return parse_compression(_read(path, "kv_cache_compression_config"))
+
+
+def _read(path: str | Path, option: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -148,8 +223,10 @@ def load_config(path: str | Path) -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {str(path)!r} is not YAML: {error}") from None
     if not isinstance(block, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold a mapping with the option 'tiers', got {type(block).__name__}")
-    return parse_config(block)
+        raise ConfigError(
+            f"config file {str(path)!r} must hold a mapping with the option {option!r}, got {type(block).__name__}"
+        )
+    return dict(block)
 
 
 def _explain(error: Any) -> str:
@@ -157,9 +234,9 @@ def _explain(error: Any) -> str:
     for part in error["loc"]:
         if isinstance(part, int):
             where += f"[{part}]"
-        elif part not in ("host", "nvme") or not where.endswith("]"):
+        elif part not in ("host", "nvme", "redis", *_ALGORITHMS) or not where.endswith("]"):
             where += f".{part}" if where else str(part)
-    kind, value = error["type"], error["input"]
+    kind, value = error["type"], _without_passwords(error["input"])
     if kind == "extra_forbidden":
         return f"unknown option {where!r} (value {value!r}); remove it or check its spelling"
     if kind == "missing":
@@ -168,3 +245,14 @@ def _explain(error: Any) -> str:
     if kind == "value_error" and not where:
         return message
     return f"option {where!r} = {value!r}: {message}"
+
+
+def _without_passwords(value: Any) -> Any:
+    """`value` for a message: passwords in URLs, which do not belong there, as ``***``."""
+    if isinstance(value, str):
+        return re.sub(r"(://[^:@/?#\s]*):.*@", r"\1:***@", value)
+    if isinstance(value, Mapping):
+        return {key: _without_passwords(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_passwords(inner) for inner in value]
+    return value

@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import load_config, parse_bytes, parse_config, parse_seconds
+from kvtier.config import (
+    TriAttentionConfig,
+    load_compression,
+    load_config,
+    parse_bytes,
+    parse_compression,
+    parse_config,
+    parse_seconds,
+)
 from kvtier.errors import ConfigError
 from kvtier.spec import GlobalScale
 
 HOST = {"type": "host", "capacity": "1GiB"}
 NVME = {"type": "nvme", "path": "/var/lib/kvtier", "capacity": "1TB"}
 COLD = "quantization_for_cold_page"
+TRIATTENTION = {"algorithm": "triattention", "calibration_path": "stats.safetensors"}
 
 
 def test_a_full_block() -> None:
@@ -36,6 +45,31 @@ def test_defaults_quantize_and_an_empty_list_does_not() -> None:
     default = parse_config({"tiers": [HOST]}).cold_page
     assert default is not None and default.quant == "nvfp4" and default.global_scale is GlobalScale.PAGE
     assert parse_config({"tiers": [HOST], "kv_cache_compression_config": []}).cold_page is None
+
+
+def test_both_methods_at_once() -> None:
+    methods = [{"algorithm": COLD}, {**TRIATTENTION, "budget": 64, "eviction_mode": "per_head"}]
+    config = parse_config({"tiers": [HOST], "kv_cache_compression_config": methods})
+    assert config.cold_page is not None
+    assert [m.algorithm for m in config.kv_cache_compression_config] == [COLD, "triattention"]
+    reverse = parse_config({"tiers": [HOST], "kv_cache_compression_config": methods[::-1]})
+    assert reverse.cold_page == config.cold_page
+    assert parse_compression({"kv_cache_compression_config": methods}) == config.kv_cache_compression_config
+    assert parse_config({"tiers": [HOST], "kv_cache_compression_config": methods[1:]}).cold_page is None
+
+
+def test_a_block_of_methods_alone(tmp_path: Path) -> None:
+    path = tmp_path / "methods.yaml"
+    path.write_text("kv_cache_compression_config:\n  - {algorithm: triattention, calibration_path: a.pt, beta: 32}\n")
+    (method,) = load_compression(path)
+    assert isinstance(method, TriAttentionConfig)
+    assert (method.budget, method.beta, method.eviction_mode, method.normalize_scores) == (2048, 32, "union", True)
+    with pytest.raises(ConfigError, match="unknown option 'workers'"):
+        parse_compression({"kv_cache_compression_config": [], "workers": 2})
+    with pytest.raises(ConfigError, match="once"):
+        parse_compression({"kv_cache_compression_config": [TRIATTENTION, TRIATTENTION]})
+    with pytest.raises(ConfigError, match="'kv_cache_compression_config' is missing"):
+        parse_compression({})
 
 
 @pytest.mark.parametrize(
@@ -61,6 +95,34 @@ def test_defaults_quantize_and_an_empty_list_does_not() -> None:
         (
             {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD}, {"algorithm": COLD}]},
             ["kv_cache_compression_config", "once"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [TRIATTENTION, TRIATTENTION]},
+            ["kv_cache_compression_config: triattention", "once"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{**TRIATTENTION, "budget": 0}]},
+            ["'kv_cache_compression_config[0].budget' = 0", "greater than or equal to 1"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{**TRIATTENTION, "beta": "128"}]},
+            ["'kv_cache_compression_config[0].beta' = '128'", "integer"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{**TRIATTENTION, "eviction_mode": "both"}]},
+            ["kv_cache_compression_config[0].eviction_mode", "both", "'union', 'per_head' or 'per_layer_perhead'"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{**TRIATTENTION, "window": 3}]},
+            ["unknown option 'kv_cache_compression_config[0].window'"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": "triattention"}]},
+            ["'kv_cache_compression_config[0].calibration_path' is missing"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": "magic"}]},
+            ["kv_cache_compression_config[0]", "magic", "'triattention'"],
         ),
     ],
 )
