@@ -51,9 +51,8 @@ class Removal(Enum):
     QUARANTINED = "quarantined"
 
 
-@dataclass(frozen=True, slots=True)
-class PageMeta:
-    """What a tier keeps beside a page's bytes.
+class PageMeta(NamedTuple):
+    """What a tier keeps beside a page's bytes. A tuple, because one is made per page of every look-up.
 
     nbytes: length of the record. form: how the bytes are encoded (`kvtier.abc.codec.Form`).
     valid_tokens: rows past these are zeros. checksum: 16 bytes, xxh3-128 seeded with the page key

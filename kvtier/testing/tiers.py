@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,13 +103,11 @@ class TierTests(ABC):
         assert bytes(out[:4096]) == b"\xaa" * 4096
 
     def test_origins_of_any_length_are_kept(self, tier: Tier) -> None:
-        item = item_of(key_of(1), 100)
         for number, origin in enumerate((b"", b"x", bytes(range(255)))):
             data = item_of(key_of(number), 100)
-            meta = type(data.meta)(100, 2, 3, data.meta.checksum, b"s" * 16, origin)
+            meta = data.meta._replace(origin=origin)
             assert tier.put_many([PutItem(data.key, meta, data.data)]) == [PutStatus.STORED]
             assert get(tier, data.key)[0].meta == meta
-        assert item.meta.nbytes == 100
 
     def test_answers_follow_the_order_of_the_batch(self, tier: Tier) -> None:
         assert put(tier, [1, 2, 3], 5000) == [PutStatus.STORED] * 3
@@ -156,10 +155,10 @@ class TierTests(ABC):
 
     def test_what_cannot_be_kept_is_refused_by_name(self, tier: Tier) -> None:
         good = item_of(key_of(1), 100)
-        for field, value in (("checksum", b"short"), ("spec", b""), ("origin", bytes(256)), ("form", -1)):
-            fields = {name: getattr(good.meta, name) for name in type(good.meta).__dataclass_fields__}
+        bad: dict[str, Any] = {"checksum": b"short", "spec": b"", "origin": bytes(256), "form": -1}
+        for field, value in bad.items():
             with pytest.raises(ValueError, match=field):
-                tier.put_many([PutItem(good.key, type(good.meta)(**(fields | {field: value})), good.data)])
+                tier.put_many([PutItem(good.key, good.meta._replace(**{field: value}), good.data)])
         with pytest.raises(ValueError, match="key"):
             tier.put_many([PutItem(b"short", good.meta, good.data)])
         with pytest.raises(ValueError, match="bytes"):

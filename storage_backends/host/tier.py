@@ -30,6 +30,8 @@ from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _CLOSE_S = 1.8
+_CHUNK = 16
+"""Pages per turn of the lock, and how many a put or get pins at a time."""
 
 T = TypeVar("T")
 
@@ -101,21 +103,35 @@ class HostTier(StagingTier):
     # ---- tier
 
     def put_many(self, items: Sequence[PutItem], deadline_s: float | None = None) -> list[PutStatus]:
+        for item in items:
+            check_meta(item.meta)
+            if len(item.data) != item.meta.nbytes:
+                raise SpecError(f"data has {len(item.data)} bytes, its meta says {item.meta.nbytes}")
         until = None if deadline_s is None else time.monotonic() + deadline_s
-        return [
-            PutStatus.DEADLINE if until is not None and time.monotonic() >= until else self._put(item) for item in items
-        ]
+        statuses: list[PutStatus] = []
+        for start in range(0, len(items), _CHUNK):
+            if until is not None and time.monotonic() >= until:
+                return statuses + [PutStatus.DEADLINE] * (len(items) - start)
+            chunk = items[start : start + _CHUNK]
+            answers = self._put(chunk)
+            # Room may have been held by other pages of the same chunk.
+            again = [i for i, status in enumerate(answers) if status is PutStatus.FULL and len(chunk) > 1]
+            for i in again:
+                answers[i] = self._put(chunk[i : i + 1])[0]
+            statuses += answers
+        return statuses
 
     def get_many_into(
         self, keys: Sequence[bytes], outs: Sequence[memoryview], deadline_s: float | None = None
     ) -> list[GetResult]:
+        if len(keys) != len(outs):
+            raise SpecError(f"{len(keys)} keys for {len(outs)} buffers")
         until = None if deadline_s is None else time.monotonic() + deadline_s
-        results = []
-        for key, out in zip(keys, outs, strict=True):
+        results: list[GetResult] = []
+        for start in range(0, len(keys), _CHUNK):
             if until is not None and time.monotonic() >= until:
-                results.append(GetResult(GetStatus.DEADLINE))
-            else:
-                results.append(self._get(key, out))
+                return results + [GetResult(GetStatus.DEADLINE)] * (len(keys) - start)
+            results += self._get(keys[start : start + _CHUNK], outs[start : start + _CHUNK])
         return results
 
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
@@ -158,39 +174,42 @@ class HostTier(StagingTier):
         row = self._table.reserve(key, nbytes)
         return row if isinstance(row, PutStatus) else self._table.slot(row)
 
-    def _put(self, item: PutItem) -> PutStatus:
-        check_meta(item.meta)
-        (slot,) = self.reserve_many([item.key], [item.meta.nbytes])
-        if isinstance(slot, PutStatus):
-            return slot
-        try:
-            source = np.frombuffer(item.data, np.uint8)
-            if len(source) != item.meta.nbytes:
-                raise SpecError(f"data has {len(source)} bytes, its meta says {item.meta.nbytes}")
-            self.arena[slot.offset : slot.offset + slot.nbytes] = source
-        except BaseException:
-            self.abort_many([item.key], [slot])
-            raise
-        self.commit_many([item.key], [slot], [item.meta])
-        self.unpin_many([slot])
-        return PutStatus.STORED
+    def _put(self, items: Sequence[PutItem]) -> list[PutStatus]:
+        answers = self.reserve_many([item.key for item in items], [item.meta.nbytes for item in items])
+        taken = [(item, slot) for item, slot in zip(items, answers, strict=True) if isinstance(slot, Slot)]
+        arena = self.arena
+        for item, slot in taken:
+            if slot.nbytes:
+                arena[slot.offset : slot.offset + slot.nbytes] = np.frombuffer(item.data, np.uint8)
+        slots = [slot for _, slot in taken]
+        self.commit_many([item.key for item, _ in taken], slots, [item.meta for item, _ in taken])
+        self.unpin_many(slots)
+        return [PutStatus.STORED if isinstance(answer, Slot) else answer for answer in answers]
 
-    def _get(self, key: bytes, out: memoryview) -> GetResult:
-        (page,) = self.pin_many([key])
-        if page is None:
-            return GetResult(GetStatus.ABSENT)
-        slot, meta = page
-        try:
-            if len(out) < meta.nbytes:
-                # Replaced by a longer page since the caller asked for its length.
-                return GetResult(GetStatus.FAILED)
-            target = np.frombuffer(out, np.uint8, meta.nbytes) if meta.nbytes else np.empty(0, np.uint8)
-            target[:] = self.arena[slot.offset : slot.offset + meta.nbytes]
-            if checksum(target.data, key) == meta.checksum:
-                with self._lock:
-                    self._get_bytes += meta.nbytes
-                return GetResult(GetStatus.HIT, meta)
-            self._locked(lambda: self._table.holds(key, slot.id) and self._table.remove(key, Removal.QUARANTINED))
-            return GetResult(GetStatus.CORRUPT)
-        finally:
-            self.unpin_many([slot])
+    def _get(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[GetResult]:
+        pages = self.pin_many(keys)
+        results, hit_bytes = [], 0
+        for key, page, out in zip(keys, pages, outs, strict=True):
+            status = GetStatus.ABSENT if page is None else self._copy_out(key, page[0], page[1], out)
+            hit = page is not None and status is GetStatus.HIT
+            results.append(GetResult(status, page[1] if page is not None and hit else None))
+            hit_bytes += page[1].nbytes if page is not None and hit else 0
+
+        def settle() -> None:
+            self._get_bytes += hit_bytes
+            for key, page, result in zip(keys, pages, results, strict=True):
+                if page is not None and result.status is GetStatus.CORRUPT and self._table.holds(key, page[0].id):
+                    self._table.remove(key, Removal.QUARANTINED)
+            self._table.unpin([page[0].id for page in pages if page is not None])
+
+        self._locked(settle)
+        return results
+
+    def _copy_out(self, key: bytes, slot: Slot, meta: PageMeta, out: memoryview) -> GetStatus:
+        if len(out) < meta.nbytes:
+            # Replaced by a longer page since the caller asked for its length.
+            return GetStatus.FAILED
+        record = out[: meta.nbytes]
+        if meta.nbytes:
+            np.frombuffer(record, np.uint8)[:] = self.arena[slot.offset : slot.offset + meta.nbytes]
+        return GetStatus.HIT if checksum(record, key) == meta.checksum else GetStatus.CORRUPT

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.abc.tier import SLOT_ALIGN
@@ -19,6 +20,7 @@ from kvtier.storage_backends.slots.extents import Region
 
 _log = logging.getLogger(__name__)
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _NAME = re.compile(r"segment-(\d{6})")
 
 
@@ -101,38 +103,37 @@ class SegmentFiles:
             os.close(fd)
         self._fds, self._retired = [], []
 
-    def _transfer(self, call: object, i: int, buffer: memoryview, at: int) -> int:
-        assert callable(call)
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], i: int, buffer: memoryview, at: int) -> int:
         direct = self.direct
         try:
-            return int(call(self._fds[i], [buffer], at))
+            return call(self._fds[i], [buffer], at)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
         self._use_page_cache()
-        return int(call(self._fds[i], [buffer], at))
+        return call(self._fds[i], [buffer], at)
 
     def _use_page_cache(self) -> None:
         with self._switching:
             if not self.direct:
                 return
             _log.info("O_DIRECT is refused in %s: using the page cache", self._directory)
-            # Other threads may be using the old descriptors: they are closed at the end.
+            # Other threads may be using the old descriptors: they are closed at the end. The new ones are in place
+            # before anybody is told that buffers need not be aligned.
             self._retired += self._fds
+            self._fds = [os.open(self._path(i), _FLAGS, 0o600) for i in range(len(self._sizes))]
             self.direct = False
-            self._fds = [self._open(i) for i in range(len(self._sizes))]
 
     def _open(self, i: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if self.direct:
             try:
-                return os.open(self._path(i), flags | os.O_DIRECT, 0o600)
+                return os.open(self._path(i), _FLAGS | os.O_DIRECT, 0o600)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             _log.info("O_DIRECT is refused in %s: using the page cache", self._directory)
             self.direct = False
-        return os.open(self._path(i), flags, 0o600)
+        return os.open(self._path(i), _FLAGS, 0o600)
 
     def _path(self, i: int) -> Path:
         return self._directory / f"segment-{i:06d}"

@@ -31,6 +31,7 @@ from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Ro
 
 _ORIGIN_MAX_BYTES = 255
 _VICTIMS_MIN = 64
+_VICTIMS_MAX = 16_384
 _VICTIMS_SHARE = 16
 
 
@@ -153,7 +154,9 @@ class SlotTable:
         np.add.at(self._rows.pins, present, 1)
         self._rows.stamps[present] = np.arange(self._clock + 1, self._clock + 1 + len(present))
         self._clock += len(present)
-        pages = iter(self._describe(present))
+        pages: Iterator[tuple[Slot, PageMeta]] = iter(self._describe(present))
+        if len(present) == len(keys):
+            return list(pages)
         return [None if row < 0 else next(pages) for row in found]
 
     def unpin(self, rows: Sequence[int]) -> None:
@@ -253,10 +256,11 @@ class SlotTable:
     # ---- inside
 
     def _describe(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[Slot, PageMeta]]:
-        specs, origin = self._specs, self._origins.get
+        # Straight from tuples: named construction would take most of a look-up's time.
+        specs, origin, new = self._specs, self._origins.get, tuple.__new__
         return [
-            (Slot(row, offset, nbytes), PageMeta(nbytes, form, valid, checksum, specs[spec], origin(row, b"")))
-            for row, (offset, nbytes, _, valid, form, spec, checksum) in zip(
+            (new(Slot, (row, at, nbytes)), new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""))))
+            for row, (at, nbytes, _, valid, form, spec, check) in zip(
                 rows.tolist(), self._rows.fixed[rows].tolist(), strict=True
             )
         ]
@@ -328,7 +332,7 @@ class SlotTable:
         so taking them in order, but for those used meanwhile, is exact."""
         count = self._rows.count
         rows = np.flatnonzero((self._rows.states[:count] == LIVE) & (self._rows.pins[:count] == 0))
-        take = min(len(rows), max(_VICTIMS_MIN, len(rows) // _VICTIMS_SHARE))
+        take = min(len(rows), max(_VICTIMS_MIN, min(_VICTIMS_MAX, len(rows) // _VICTIMS_SHARE)))
         stamps = self._rows.stamps[rows]
         if take < len(rows):
             oldest = np.argpartition(stamps, take)[:take]
