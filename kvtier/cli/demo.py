@@ -88,7 +88,9 @@ def demo(
 
     from kvtier.cli import report
 
-    _check_writable(output)
+    _check_writable("--output", output)
+    if directory is not None:
+        _check_writable("--directory", directory)
     options = DemoOptions(
         host_capacity,
         nvme_capacity,
@@ -116,12 +118,12 @@ def _runner(engine: Engine) -> Callable[[DemoOptions, Console], DemoResult]:
     return run
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(option: str, folder: Path) -> None:
     """Before minutes of work, not after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as e:
-        raise TierPathError(f"--output {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
+        raise TierPathError(f"{option} {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
     if not writable:
-        raise TierPathError(f"--output {str(folder)!r} cannot be written: give a writable folder")
+        raise TierPathError(f"{option} {str(folder)!r} cannot be written: give a writable folder")

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +37,7 @@ class TurnResult:
 
     @property
     def tiers(self) -> str:
-        return ", ".join(f"{n} {tier}" for tier, n in self.restored_pages.items() if n) or "-"
+        return " ".join(f"{n} {tier}" for tier, n in sorted(self.restored_pages.items()) if n) or "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,9 @@ def print_report(result: DemoResult, console: Console) -> None:
 
 
 def _turns_table(turns: Sequence[TurnResult]) -> Table:
-    table = Table(title="turn by turn: tokens, and seconds to the first token")
+    table = Table(title="turn by turn: tokens, and seconds to the first token", box=SIMPLE_HEAD)
     table.add_column("turn", no_wrap=True)
-    for column in ("prompt", "restored", "pages from", "recompute s", "kvtier s", "ratio"):
+    for column in ("prompt", "restored", "pages from", "recompute", "kvtier", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for t in turns:
         table.add_row(
@@ -134,7 +135,7 @@ def _turns_table(turns: Sequence[TurnResult]) -> Table:
 
 
 def _ledger_table(ledger: LedgerSnapshot) -> Table:
-    table = Table(title="ledger: every page that was looked up, once")
+    table = Table(title="ledger: pages looked up")
     table.add_column("pages", min_width=24)
     table.add_column("count", justify="right")
     for tier, n in ledger.hits.items():

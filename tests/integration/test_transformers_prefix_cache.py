@@ -13,7 +13,7 @@ import transformers
 
 from kvtier.config import Config, parse_config
 from kvtier.connectors.transformers import PrefixCache, Restored, cache_argument
-from kvtier.errors import ConfigError, SpecError
+from kvtier.errors import ConfigError, SpecError, TierPathError
 from kvtier.mover import OffloadResult
 
 PAGE = 16
@@ -269,6 +269,15 @@ def test_a_path_as_name_is_refused_and_nothing_stays_open(tmp_path: Path) -> Non
         open_cache(llama(), block(tmp_path), name=str(tmp_path))
     with open_cache(llama(), block(tmp_path)):
         pass
+
+
+def test_a_directory_that_is_open_elsewhere_is_named(tmp_path: Path) -> None:
+    model, ids = llama(), tokens(3 * PAGE + 1)
+    with open_cache(model, block(tmp_path)) as prefixes:
+        store(prefixes, model, ids)
+        with pytest.raises(TierPathError, match=str(tmp_path / "pages")):
+            open_cache(model, block(tmp_path))
+        assert prefixes.restore("r", ids).tokens == 3 * PAGE
 
 
 def test_metrics_and_readiness_over_http(tmp_path: Path) -> None:

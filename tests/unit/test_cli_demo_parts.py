@@ -83,7 +83,7 @@ def test_the_report_says_what_it_counts() -> None:
     out = io.StringIO()
     report.print_report(result(), Console(file=out, width=140))
     text = out.getvalue()
-    for words in ("hit in host", "hit in nvme", "miss: absent", "20 host, 5 nvme", "ratio against BF16 4.00", "95.00%"):
+    for words in ("hit in host", "hit in nvme", "miss: absent", "20 host 5 nvme", "ratio against BF16 4.00", "95.00%"):
         assert words in text
     assert "First token 12.0 times sooner" in text
     assert "miss: corrupt" not in text
@@ -191,6 +191,7 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
         ("--page-tokens -64", ("--page-tokens -64", "from 1 up")),
         ("--sessions 7", ("--sessions 7", "1 to 2")),
         ("--output /dev/null/x", ("--output", "/dev/null/x", "writable")),
+        ("--directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
         ("--host-capacity -5MiB", ("--host-capacity", "'-5MiB'", "64MiB")),
         ("--nvme-capacity lots", ("--nvme-capacity", "'lots'", "64MiB")),
         ("--codec zip", ("--codec", "zip")),
