@@ -241,7 +241,7 @@ def _explain(error: Any) -> str:
         return f"unknown option {where!r} (value {value!r}); remove it or check its spelling"
     if kind == "missing":
         return f"option {where!r} is missing; give it a value"
-    message = error["msg"].removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ")
     if kind == "value_error" and not where:
         return message
     return f"option {where!r} = {value!r}: {message}"

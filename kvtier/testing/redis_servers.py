@@ -106,15 +106,19 @@ class RedisCluster:
     def url(self) -> str:
         return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
-    def client(self, index: int):  # type: ignore[no-untyped-def]
-        """A redis-py client of one node."""
-        import redis
+    def ask(self, index: int, *command: str) -> str:
+        """The reply of node `index`, as text."""
+        return ask(self.nodes[index].port, *command)
 
-        return redis.Redis(port=self.nodes[index].port, decode_responses=True)
-
-    def node_id(self, index: int) -> str:
-        with self.client(index) as client:
-            return str(client.execute_command("CLUSTER", "MYID"))
+    def owner(self, slot: int) -> int:
+        """Index of the node that says it serves `slot`."""
+        for i in range(len(self.nodes)):
+            own = [line for line in self.ask(i, "CLUSTER", "NODES").splitlines() if "myself" in line]
+            for share in own[0].split(" ")[8:]:
+                first, _, last = share.partition("-")
+                if not share.startswith("[") and int(first) <= slot <= int(last or first):
+                    return i
+        raise RuntimeError(f"nobody serves slot {slot}")
 
     def stop(self) -> None:
         for node in self.nodes:
@@ -124,26 +128,32 @@ class RedisCluster:
         share = 16384 // len(self.nodes)
         for i in range(len(self.nodes)):
             last = 16383 if i == len(self.nodes) - 1 else (i + 1) * share - 1
-            with self.client(i) as client:
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(i * share), str(last))
-                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", str(i + 1))
+            self.ask(i, "CLUSTER", "ADDSLOTS", *map(str, range(i * share, last + 1)))
+            self.ask(i, "CLUSTER", "SET-CONFIG-EPOCH", str(i + 1))
         for other in self.nodes[1:]:
-            with self.client(0) as client:
-                client.execute_command("CLUSTER", "MEET", "127.0.0.1", str(other.port))
+            self.ask(0, "CLUSTER", "MEET", "127.0.0.1", str(other.port))
         wait_for(self._complete, "the cluster does not come together", 20.0)
 
     def _complete(self) -> bool:
-        for i in range(len(self.nodes)):
-            with self.client(i) as client:
-                info = str(client.execute_command("CLUSTER", "INFO"))
-                slots = client.execute_command("CLUSTER", "NODES")
-            if "cluster_state:ok" not in info and "cluster_state': 'ok" not in info:
-                return False
-            if len(slots) != len(self.nodes):
-                return False
-            if "cluster_slots_assigned:16384" not in info and "cluster_slots_assigned': '16384" not in info:
-                return False
-        return True
+        infos = [self.ask(i, "CLUSTER", "INFO") for i in range(len(self.nodes))]
+        return all(
+            part in info
+            for info in infos
+            for part in ("cluster_state:ok", "cluster_slots_assigned:16384", f"cluster_known_nodes:{len(self.nodes)}")
+        )
+
+
+def ask(port: int, *command: str) -> str:
+    """One command to the server on a loopback port; its reply as text. Raises RuntimeError for an error reply."""
+    with socket.create_connection(("127.0.0.1", port), 5.0) as connection, connection.makefile("rb") as replies:
+        parts = [part.encode() for part in command]
+        connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(p), p) for p in parts))
+        line = replies.readline().rstrip(b"\r\n").decode()
+        if line.startswith("-"):
+            raise RuntimeError(f"{' '.join(command)[:200]}: {line[1:]}")
+        if line.startswith("$") and line != "$-1":
+            return replies.read(int(line[1:])).decode()
+        return line[1:]
 
 
 def wait_for(condition: Callable[[], bool], message: str, timeout_s: float = START_S) -> None:

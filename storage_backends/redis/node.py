@@ -7,7 +7,7 @@ import threading
 import time
 
 from kvtier.storage_backends.redis.breaker import Breaker, BreakerState
-from kvtier.storage_backends.redis.connection import Connection, DeadlineError
+from kvtier.storage_backends.redis.connection import Connection, DeadlineError, LostError
 from kvtier.storage_backends.redis.options import Address, RedisOptions
 
 _log = logging.getLogger(__name__)
@@ -39,18 +39,20 @@ class Node:
             raise DeadlineError(f"{self.address}: all {self._options.connections} connections are in use")
         try:
             with self._lock:
+                closed = self._closed
                 connection = self._idle.pop() if self._idle else None
-            if connection is None:
+            if connection is None and not closed:
                 connection = Connection(self.address, self._options, until, database=self._database)
                 self.connected += 1
-            connection.set_deadline(until)
             with self._lock:
                 closed = self._closed
-                if not closed:
+                if connection is not None and not closed:
                     self._busy.add(connection)
-            if closed:
-                connection.close()
-                raise DeadlineError(f"{self.address}: the tier is closed")
+            if connection is None or closed:
+                if connection is not None:
+                    connection.close()
+                raise LostError(f"{self.address}: the tier is closed")
+            connection.set_deadline(until)
             return connection
         except BaseException:
             self._free.release()
