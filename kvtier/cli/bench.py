@@ -5,39 +5,62 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvtier.cli.options import at_least, check_writable
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 app = typer.Typer(help="Measure codecs, tiers and the store on this machine.", no_args_is_help=True)
 
+_CODEC_DTYPES = ("bf16", "fp16", "fp32")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of objects, nothing else on stdout.")]
 
 
 @app.command()
-def codec(as_json: AsJson = False) -> None:
+def codec(
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16 or fp32. Repeatable; default all.")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1 and 2.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Encode and decode against memcpy of the same bytes."""
-    _show("kvtier.cli.bench_codec", "codecs", as_json)
+    for name in dtype or ():
+        if name not in _CODEC_DTYPES:
+            raise ConfigError(f"--dtype {name}: use one of {', '.join(_CODEC_DTYPES)}")
+    for count in threads or ():
+        at_least(1, threads=count)
+    chosen = {"dtypes": tuple(dtype or ()), "threads": tuple(threads or ())}
+    _show("kvtier.cli.bench_codec", "codecs", as_json, {name: value for name, value in chosen.items() if value})
 
 
 @app.command()
-def tier(as_json: AsJson = False) -> None:
-    """Put and get of every tier, against memcpy or fio."""
-    _show("kvtier.cli.bench_tier", "tiers", as_json)
+def tier(
+    directory: Annotated[
+        Path | None, typer.Option(help="On the device to measure. Default: where temporary files go.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put and get of every local tier, against memcpy or fio (where it is installed)."""
+    if directory is not None:
+        check_writable("--directory", directory)
+    _show("kvtier.cli.bench_tier", "tiers", as_json, {"directory": directory})
 
 
 @app.command()
 def store(as_json: AsJson = False) -> None:
     """The whole way of a page through the store: offload, lookup, and what they cost their caller."""
-    _show("kvtier.cli.bench_store", "store", as_json)
+    _show("kvtier.cli.bench_store", "store", as_json, {})
 
 
-def _show(module: str, title: str, as_json: bool) -> None:
-    run: Callable[[], list[dict[str, Any]]] = importlib.import_module(module).run
-    rows = run()
+def _show(module: str, title: str, as_json: bool, options: dict[str, Any]) -> None:
+    run: Callable[..., list[dict[str, Any]]] = importlib.import_module(module).run
+    rows = run(**options)
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
         return

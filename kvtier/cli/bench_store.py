@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtier.abc.codec import Form
 from kvtier.abc.tier import FINGERPRINT_BYTES, SLOT_ALIGN, PageMeta, Slot
-from kvtier.codecs.registry import make_codec
+from kvtier.codecs import registry
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
 from kvtier.mover import PageMover, Ticket, policy_of
@@ -53,7 +53,7 @@ class _Offload:
         arrays = [one.copy() for _ in spec.buffers]
         self._pool = HotPool.of(spec, arrays, HotLayout.NHD)
         self._bytes = sum(a.nbytes for a in arrays)
-        codec = make_codec("nvfp4")
+        codec = registry.codec("nvfp4")
         namespace = Namespace.of(spec, policy_of(codec), model="bench", weights="", dtype="bf16")
         cold = codec.layout(spec).cold_page_bytes
         self._store = TieredStore(HostTier((PAGES + 2) * -(-cold // SLOT_ALIGN) * SLOT_ALIGN))
@@ -110,7 +110,7 @@ class _Offload:
 def _lookup(index_pages: int) -> Row:
     """Keys of a long prefix derived and looked up, among many pages."""
     spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=16, dtype=DType.BF16)
-    namespace = Namespace.of(spec, policy_of(make_codec("nvfp4")), model="bench", weights="", dtype="bf16")
+    namespace = Namespace.of(spec, policy_of(registry.codec("nvfp4")), model="bench", weights="", dtype="bf16")
     host = HostTier(index_pages * SLOT_ALIGN, pretouch=False)
     store = TieredStore(host, promote_threads=1)
     try:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.options import at_least, check_sizes
-from kvtier.errors import KVTierError, TierPathError
+from kvtier.cli.options import at_least, check_sizes, check_writable
+from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,9 +88,9 @@ def demo(
 
     from kvtier.cli import report
 
-    _check_writable("--output", output)
+    check_writable("--output", output)
     if directory is not None:
-        _check_writable("--directory", directory)
+        check_writable("--directory", directory)
     options = DemoOptions(
         host_capacity,
         nvme_capacity,
@@ -116,14 +116,3 @@ def demo(
 def _runner(engine: Engine) -> Callable[[DemoOptions, Console], DemoResult]:
     run: Callable[[DemoOptions, Console], DemoResult] = importlib.import_module(_RUN[engine]).run
     return run
-
-
-def _check_writable(option: str, folder: Path) -> None:
-    """Before minutes of work, not after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError as e:
-        raise TierPathError(f"{option} {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
-    if not writable:
-        raise TierPathError(f"{option} {str(folder)!r} cannot be written: give a writable folder")

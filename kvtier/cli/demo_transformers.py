@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.abc.tier import SLOT_ALIGN
-from kvtier.build import open_codec
 from kvtier.cli.demo import DemoCodec, DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
 from kvtier.cli.sessions import Turn, load_turns
-from kvtier.config import Config, parse_config
+from kvtier.codecs import registry
+from kvtier.config import Config, parse_bytes, parse_config
 from kvtier.errors import KVTierError
 
 _WARM_UP_TOKENS = 256
@@ -50,22 +50,20 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     ]
     spec = page_spec_of(model.config, page_tokens=options.page_tokens, dtype=DType.FP32)
     with _directory(options.directory) as directory:
-        config = _config(options, directory, "64MiB")
-        cold = open_codec(config).layout(spec).cold_page_bytes
-        if options.host_capacity is None:
-            longest = max(len(r.prompt) + len(r.output) for r in requests)
-            config = _config(options, directory, _room_for(longest, options.page_tokens, cold))
+        cold = registry.codec(options.codec.value).layout(spec).cold_page_bytes
+        longest = max(len(r.prompt) + len(r.output) for r in requests)
+        host_capacity = options.host_capacity or _room_for(longest, options.page_tokens, cold)
+        config = _config(options, directory, host_capacity)
         compute = _Compute(torch, transformers, model, cache_argument(model))
         with PrefixCache.open(model, config, model_name=MODEL_NAME, page_tokens=options.page_tokens) as prefixes:
             results, agreeing = _serve(compute, prefixes, requests, console)
             snapshot = prefixes.ledger.snapshot()
-    capacity = config.tiers[0].capacity
     return DemoResult(
         setup=(
             f"{MODEL_NAME}, computing in FP32 on {options.threads} CPU threads; {len(turns)} turns of "
             f"{len({t.session for t in turns})} agent sessions, {sum(len(r.prompt) for r in requests):,} prompt "
             f"tokens; pages of {options.page_tokens} tokens as {options.codec.value}, {cold:,} B each; "
-            f"host tier {capacity / 2**20:.0f} MiB, NVMe tier in {directory}"
+            f"host tier {parse_bytes(host_capacity) / 2**20:.0f} MiB, NVMe tier in {directory}"
         ),
         turns=tuple(results),
         ledger=snapshot,
@@ -178,7 +176,7 @@ def _config(options: DemoOptions, directory: Path, host_capacity: str) -> Config
         {
             "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": quant}],
             "tiers": [
-                {"type": "host", "capacity": options.host_capacity or host_capacity},
+                {"type": "host", "capacity": host_capacity},
                 {"type": "nvme", "path": str(directory), "capacity": options.nvme_capacity},
             ],
             "promote_deadline": "30s",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.errors import ConfigError
+import os
+from pathlib import Path
+
+from kvtier.errors import ConfigError, TierPathError
 
 
 def at_least(minimum: int, **options: int | None) -> None:
@@ -26,6 +29,18 @@ def _check_size(flag: str, value: str) -> None:
         parse_bytes(value)
     except ValueError as e:
         raise ConfigError(f"{flag} {value!r} {e}; give a size such as 64MiB") from None
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Make `folder` if it is not there. Raise TierPathError, which names `option`, where it cannot be written: before
+    minutes of work, not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as e:
+        raise TierPathError(f"{option} {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
+    if not writable:
+        raise TierPathError(f"{option} {str(folder)!r} cannot be written: give a writable folder")
 
 
 def _flag(name: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ ROWS = [{"codec": "nvfp4", "gb_per_s": 7.25, "baseline": None}, {"codec": "raw",
 def test_rows_as_json_and_as_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, f"kvtier.cli.bench_{name}", SimpleNamespace(run=lambda: ROWS))
+    monkeypatch.setitem(sys.modules, f"kvtier.cli.bench_{name}", SimpleNamespace(run=lambda **_: ROWS))
     with pytest.raises(SystemExit):
         main(["bench", name, "--json"])
     assert json.loads(capsys.readouterr().out) == ROWS
@@ -26,3 +28,35 @@ def test_rows_as_json_and_as_a_table(
     out = capsys.readouterr().out
     for words in ("codec", "gb_per_s", "7.25", "12345.0", "extra", "-"):
         assert words in out
+
+
+def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def run(**options: Any) -> list[dict[str, Any]]:
+        asked.append(options)
+        return []
+
+    for name in ("codec", "tier"):
+        monkeypatch.setitem(sys.modules, f"kvtier.cli.bench_{name}", SimpleNamespace(run=run))
+    for args in ("codec", "codec --dtype bf16 --threads 1", f"tier --directory {tmp_path}"):
+        with pytest.raises(SystemExit):
+            main(["bench", *args.split(), "--json"])
+    assert asked == [{}, {"dtypes": ("bf16",), "threads": (1,)}, {"directory": tmp_path}]
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ("codec --dtype int8", ("--dtype int8", "bf16")),
+        ("codec --threads 0", ("--threads 0", "from 1 up")),
+        ("tier --directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
+    ],
+)
+def test_bad_options_are_named(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["bench", *args.split()])
+    assert done.value.code == 2
+    said = capsys.readouterr().err
+    for words in named:
+        assert words in said

@@ -16,7 +16,8 @@ def size(capsys: pytest.CaptureFixture[str], args: str) -> dict[str, float]:
     with pytest.raises(SystemExit) as done:
         main(["size", *args.split(), "--json"])
     assert done.value.code in (0, None)
-    return json.loads(capsys.readouterr().out)
+    got: dict[str, float] = json.loads(capsys.readouterr().out)
+    return got
 
 
 GOLDEN = [

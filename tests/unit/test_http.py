@@ -222,7 +222,7 @@ def test_a_failing_collector_is_an_answer(capfd: pytest.CaptureFixture[str]) -> 
             raise RuntimeError("tier closed")
 
     registry = CollectorRegistry()
-    registry.register(Broken())  # type: ignore[arg-type] # a collector by its methods
+    registry.register(Broken())
     with HttpExporter(registry, ANY) as server:
         status, body, _headers = ask(server, "/metrics")
     assert (status, body) == (500, "a collector failed: RuntimeError: tier closed\n")
