@@ -1,0 +1,128 @@
+"""The slot table: exact recency against an OrderedDict, recovery, and growth."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from itertools import pairwise
+
+import pytest
+
+from kvtier.abc.tier import PageMeta, PutStatus, Removal
+from kvtier.storage_backends.slots.extents import Region
+from kvtier.storage_backends.slots.table import Entry, SlotTable
+from kvtier.testing.pages import item_of, key_of
+
+
+def meta_of(nbytes: int = 4096, tag: int = 0) -> PageMeta:
+    return PageMeta(nbytes, 2, tag % 1000, bytes([tag % 256]) * 16, bytes([tag % 3]) * 16, b"o" * (tag % 5))
+
+
+def add(table: SlotTable, number: int, nbytes: int = 4096) -> int:
+    row = table.reserve(key_of(number), nbytes)
+    assert isinstance(row, int), row
+    table.stage(row, meta_of(nbytes, number))
+    table.publish(row)
+    table.unpin([row])
+    return row
+
+
+@pytest.mark.parametrize("pages", [1, 5, 64, 65, 300, 3000])
+def test_eviction_is_exactly_least_recently_used(pages: int) -> None:
+    rng = random.Random(pages)
+    table = SlotTable([Region(0, pages * 4096)], 4096)
+    oracle: OrderedDict[int, None] = OrderedDict()
+    for number in range(4 * pages + 200):
+        for used in rng.sample(list(oracle), min(len(oracle), rng.choice([0, 0, 1, 3]))):
+            (page,) = table.pin([key_of(used)])
+            assert page is not None
+            table.unpin([page[0].id])
+            oracle.move_to_end(used)
+        if oracle and rng.random() < 0.05:
+            gone = rng.choice(list(oracle))
+            assert table.remove(key_of(gone), Removal.DELETED)
+            del oracle[gone]
+            table.take_removed()
+        add(table, number)
+        removed = [r.key for r in table.take_removed()]
+        expected = []
+        if len(oracle) == pages:
+            expected = [key_of(oracle.popitem(last=False)[0])]
+        oracle[number] = None
+        assert removed == expected, number
+    assert len(table) == len(oracle)
+
+
+def test_a_batch_is_used_in_its_order() -> None:
+    table = SlotTable([Region(0, 4 * 4096)], 4096)
+    for number in range(4):
+        add(table, number)
+    pages = table.pin([key_of(n) for n in (2, 0, 9, 3, 1)])
+    table.unpin([p[0].id for p in pages if p])
+    for number in range(10, 14):
+        add(table, number)
+    assert [r.key for r in table.take_removed()] == [key_of(n) for n in (2, 0, 3, 1)]
+
+
+def test_descriptions_survive_growth() -> None:
+    count = 5000
+    table = SlotTable([Region(0, count * 4096)], 4096)
+    for number in range(count):
+        add(table, number)
+    pages = table.pin([key_of(n) for n in range(count)])
+    offsets = set()
+    for number, page in enumerate(pages):
+        assert page is not None and page[1] == meta_of(4096, number)
+        assert page[0].offset not in offsets
+        offsets.add(page[0].offset)
+    assert table.lengths([key_of(0), key_of(count)]) == [4096, -1]
+
+
+def test_what_is_recovered_is_what_was() -> None:
+    rng = random.Random(1)
+    regions = [Region(0, 1 << 20), Region(1 << 20, 1 << 20)]
+    table = SlotTable(regions, 1 << 20)
+    for number in range(300):
+        add(table, number, rng.choice([4096, 5000, 20_000, 20_000, 100_000]))
+    entries = table.entries(staged=False)
+    again = SlotTable(regions, 1 << 20)
+    again.recover(entries)
+    assert again.entries(staged=False) == entries
+    assert (again.recovered_pages, len(again), again.used_bytes) == (len(entries), len(table), table.used_bytes)
+    for number in range(1000, 1400):  # no slot is given out twice
+        add(again, number, rng.choice([4096, 5000, 20_000, 100_000]))
+        spans = sorted((e.offset, e.offset + e.meta.nbytes) for e in again.entries(staged=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    usage = again.usage(capacity_bytes=2 << 20, put_bytes=0, get_bytes=0)
+    assert usage.recovered_pages + usage.stored_pages - usage.evicted_pages == usage.resident_pages
+
+
+def test_staged_pages_are_part_of_a_snapshot_that_asks_for_them() -> None:
+    table = SlotTable([Region(0, 1 << 20)], 1 << 20)
+    add(table, 1)
+    row = table.reserve(key_of(2), 100)
+    assert isinstance(row, int)
+    assert [e.key for e in table.entries(staged=True)] == [key_of(1)]
+    table.stage(row, meta_of(100))
+    assert {e.key for e in table.entries(staged=True)} == {key_of(1), key_of(2)}
+    assert [e.key for e in table.entries(staged=False)] == [key_of(1)]
+    assert table.abort(row) == key_of(2)
+    assert [e.key for e in table.entries(staged=True)] == [key_of(1)]
+
+
+def test_a_full_table_stays_full_until_something_changes() -> None:
+    table = SlotTable([Region(0, 4 * 4096)], 4 * 4096)
+    rows = [table.reserve(key_of(n), 4096) for n in range(4)]
+    assert table.reserve(key_of(9), 4096) is PutStatus.FULL
+    assert table.reserve(key_of(9), 8192) is PutStatus.FULL
+    for row in rows[:2]:
+        assert isinstance(row, int)
+        table.abort(row)
+    assert isinstance(table.reserve(key_of(9), 8192), int)
+
+
+def test_entries_hold_an_items_description() -> None:
+    item = item_of(key_of(1), 5000)
+    table = SlotTable([Region(0, 1 << 20)], 1 << 20)
+    table.recover([Entry(item.key, item.meta, 4096)])
+    assert table.entries(staged=False) == [Entry(item.key, item.meta, 4096)]
