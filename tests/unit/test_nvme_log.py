@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,7 +134,7 @@ def test_a_failed_rewrite_leaves_the_log(tmp_path: Path, monkeypatch: pytest.Mon
     def failing(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log.os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", failing)
     index.compact(lambda: [entry(0)])
     index.queue_put(entry(5))
     index.close()
@@ -143,7 +145,7 @@ def test_a_failed_rewrite_leaves_the_log(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_could_not_be_written_is_written_later_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = IndexLog(tmp_path / "index.log")
     index.load()
-    real = log.os.pwrite
+    real: Callable[[int, memoryview, int], int] = os.pwrite
 
     def half(fd: int, data: memoryview, at: int) -> int:
         """Writes whole records and a part of one, then the device is full."""
@@ -151,7 +153,7 @@ def test_what_could_not_be_written_is_written_later_in_order(tmp_path: Path, mon
             raise OSError(28, "No space left on device")
         return real(fd, data[: 250 - at], at)
 
-    monkeypatch.setattr(log.os, "pwrite", half)
+    monkeypatch.setattr(os, "pwrite", half)
     for n in range(4):
         index.queue_put(entry(n))
     with pytest.raises(OSError, match="No space"):
