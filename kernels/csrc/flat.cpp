@@ -49,7 +49,7 @@ bool quantize_flat(DType dtype, const uint8_t* x, int64_t values, int k, uint8_t
     return true;
   }
   if (kernels.amax16(rows, values) >= (dtype == DType::kFP16 ? 0x7C00u : 0x7F80u)) return false;
-  kernels.encode16(rows, values / kGroup, 0, encode_table(dtype, k), data, scales);
+  kernels.encode16(rows, values / kGroup, Ahead{}, encode_table(dtype, k), data, scales);
   return true;
 }
 
@@ -58,7 +58,8 @@ void dequantize_flat(DType dtype, const uint8_t* data, const uint8_t* scales, in
   const Rows rows = Rows::single(out, values > 0);
   // Every value is exact in BF16, so float32 takes BF16's table.
   const DecodeTable& table = decode_table(dtype == DType::kFP16 ? DType::kFP16 : DType::kBF16, k);
-  (dtype == DType::kFP32 ? kernels.decode32 : kernels.decode16)(data, scales, values / kGroup, table, rows, false);
+  (dtype == DType::kFP32 ? kernels.decode32 : kernels.decode16)(data, scales, values / kGroup, Ahead{}, table, rows,
+                                                                         false);
 }
 
 }  // namespace kvtier

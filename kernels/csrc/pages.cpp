@@ -93,6 +93,21 @@ void check_buffer(const Batch& batch, int64_t index) {
   if (b.dim % kGroup) fail(name + ": dim " + text(b.dim) + " is not a multiple of " + text(kGroup));
 }
 
+// From buffer n of page i to the next one of the batch, among the buffers [begin, end) of each page.
+Ahead ahead_of(const Batch& batch, int64_t n, int64_t begin, int64_t end, int64_t i) {
+  const bool last = n + 1 == end;
+  const int64_t page = last ? i + 1 : i;
+  if (page == batch.num_pages) return {};
+  const BufferPlan& b = batch.buffers[n];
+  const BufferPlan& next = batch.buffers[last ? begin : n + 1];
+  const bool alike = next.compressed && next.dtype == b.dtype && next.heads == b.heads && next.tokens == b.tokens &&
+                     next.dim == b.dim && next.head_stride == b.head_stride && next.token_stride == b.token_stride;
+  if (!alike) return {};
+  const ptrdiff_t slot = batch.offsets[page] - batch.offsets[i];
+  return {page_address(next, batch.page_ids[page]) - page_address(b, batch.page_ids[i]),
+          slot + next.data_offset - b.data_offset, slot + next.scale_offset - b.scale_offset};
+}
+
 // The first `tokens` tokens of every head, in the order of hot memory, and the length of a row: rows that lie one behind
 // the other both hot and cold are joined.
 struct Span {
@@ -115,8 +130,19 @@ Span span_of(const BufferPlan& b, uint8_t* page, int64_t tokens) {
   return {{page, {b.heads, tokens}, {b.head_stride, row}, {b.tokens, 1}}, b.dim};
 }
 
+// Rows that lie one behind the other in hot memory, joined for work that does not care where they lie when cold.
+Span dense(Span span, int64_t item_bytes) {
+  for (int axis : {1, 0}) {
+    if (span.rows.count[axis] > 1 && span.rows.stride[axis] != span.dim * item_bytes) break;
+    span.dim *= span.rows.count[axis];
+    span.rows.count[axis] = span.dim > 0;
+  }
+  return span;
+}
+
 // Largest magnitude of the valid rows as bits of the coded type.
-uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, const Span& span) {
+uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, const Span& cold_order) {
+  const Span span = dense(cold_order, item_bytes(b));
   if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
   return uint16_t(kernels.amax16(span.rows, span.dim));
 }
@@ -142,8 +168,8 @@ void copy_out(const BufferPlan& b, const uint8_t* cold, const Span& span) {
   each_row(span, item_bytes(b), [&](uint8_t* row, int64_t at, size_t bytes) { std::memcpy(row, data + at, bytes); });
 }
 
-void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, int64_t tokens, ptrdiff_t ahead, int k,
-              uint8_t* cold) {
+void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, int64_t tokens, const Ahead& ahead,
+              int k, uint8_t* cold) {
   uint8_t* data = cold + b.data_offset;
   uint8_t* scales = cold + b.scale_offset;
   const auto encode = dtype_of(b) == DType::kFP32 ? kernels.encode32 : kernels.encode16;
@@ -155,32 +181,17 @@ void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, 
   }
 }
 
-void dequantize(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, const Span& span, int k, bool stream) {
+void dequantize(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, const Span& span,
+                const Ahead& ahead, int k, bool stream) {
   const auto decode = dtype_of(b) == DType::kFP32 ? kernels.decode32 : kernels.decode16;
-  decode(cold + b.data_offset, cold + b.scale_offset, span.dim / kGroup, decode_table(coded_dtype(b), k), span.rows, stream);
-}
-
-// The cold bytes of a buffer, asked for while the one before it is decoded: hot order reads them in jumps.
-void prefetch_cold(const BufferPlan& b, const uint8_t* cold) {
-  if (!b.compressed) return;
-  for (int64_t at = 0; at < values(b) / 2; at += 64) __builtin_prefetch(cold + b.data_offset + at, 0, 2);
-  for (int64_t at = 0; at < values(b) / kGroup; at += 64) __builtin_prefetch(cold + b.scale_offset + at, 0, 2);
+  decode(cold + b.data_offset, cold + b.scale_offset, span.dim / kGroup, ahead, decode_table(coded_dtype(b), k),
+         span.rows, stream);
 }
 
 void zero_tokens(const BufferPlan& b, uint8_t* page, int64_t begin, int64_t end) {
   for (int64_t h = 0; h < b.heads; ++h)
     for (int64_t t = begin; t < end; ++t)
       std::memset(page + h * b.head_stride + t * b.token_stride, 0, size_t(row_bytes(b)));
-}
-
-// Distance to the same rows of the next buffer of the batch, 0 where there is none of the same shape.
-ptrdiff_t ahead_of(const Batch& batch, int64_t buffer, int64_t i) {
-  const BufferPlan& b = batch.buffers[buffer];
-  const bool last = buffer + 1 == batch.num_buffers;
-  if (last && i + 1 == batch.num_pages) return 0;
-  const BufferPlan& next = batch.buffers[last ? 0 : buffer + 1];
-  if (next.head_stride != b.head_stride || next.token_stride != b.token_stride || next.dtype != b.dtype) return 0;
-  return page_address(next, batch.page_ids[last ? i + 1 : i]) - page_address(b, batch.page_ids[i]);
 }
 
 Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, uint8_t* cold) {
@@ -201,7 +212,7 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
       if (choice.clips) return kOutOfRange;
       *table++ = uint8_t(choice.k);
     }
-    quantize(kernels, b, span, tokens, ahead_of(batch, n, i), choice.k, cold);
+    quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), choice.k, cold);
   }
   return kAccepted;
 }
@@ -282,12 +293,9 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       uint8_t* page = page_address(b, batch.page_ids[i]);
       const int64_t tokens = valid_tokens(batch, b, i);
       const Span span = span_of(b, page, tokens);
-      if (n + 1 < buffer_end)
-        prefetch_cold(batch.buffers[n + 1], cold);
-      else if (i + 1 < batch.num_pages)
-        prefetch_cold(batch.buffers[buffer_begin], arena + batch.offsets[i + 1]);
       if (b.compressed)
-        dequantize(kernels, b, cold, span, batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
+        dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i),
+                   batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));

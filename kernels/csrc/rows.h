@@ -21,18 +21,25 @@ struct Rows {
   static Rows single(const uint8_t* base, bool any) { return {const_cast<uint8_t*>(base), {1, any}, {0, 0}, {0, 0}}; }
 };
 
+// Distances to the same rows of the buffer that comes next, which the CPU fetches meanwhile: hot order jumps through cold
+// bytes, where no hardware prefetcher follows. All 0 for nothing.
+struct Ahead {
+  ptrdiff_t hot, data, scales;
+};
+
 struct RowKernels {
   const char* name;
   // Largest magnitude bits in the rows: 15 bits of 16-bit values, 31 bits of float32. NaN and infinity sort on top.
   uint32_t (*amax16)(const Rows& src, int64_t dim);
   uint32_t (*amax32)(const Rows& src, int64_t dim);
   // Values to nibbles and scales; a row has `groups` of 16 values. float32 is rounded to BF16 first.
-  // `ahead` is added to an address to prefetch what comes next, 0 for nothing.
-  void (*encode16)(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable&, uint8_t* data, uint8_t* scales);
-  void (*encode32)(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable&, uint8_t* data, uint8_t* scales);
+  void (*encode16)(const Rows& src, int64_t groups, const Ahead&, const EncodeTable&, uint8_t* data, uint8_t* scales);
+  void (*encode32)(const Rows& src, int64_t groups, const Ahead&, const EncodeTable&, uint8_t* data, uint8_t* scales);
   // The inverse. `stream` writes around the cache; the caller fences before it reports completion.
-  void (*decode16)(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable&, const Rows& dst, bool stream);
-  void (*decode32)(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable&, const Rows& dst, bool stream);
+  void (*decode16)(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead&, const DecodeTable&, const Rows& dst,
+                   bool stream);
+  void (*decode32)(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead&, const DecodeTable&, const Rows& dst,
+                   bool stream);
   // Stripes of 64 bytes into XXH3's eight lanes, the secret advancing by 8 bytes per stripe.
   void (*xxh3_stripes)(uint64_t* lanes, const uint8_t* input, size_t stripes, const uint8_t* secret);
   void (*xxh3_scramble)(uint64_t* lanes, const uint8_t* secret);

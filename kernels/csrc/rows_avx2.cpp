@@ -141,8 +141,16 @@ struct Run {
   int64_t cold_stride;  // in groups, from row to row
 };
 
+// Cold bytes of one short row of the next buffer; long rows are followed by the hardware.
+template <bool kWrite>
+KVTIER_AVX2_INLINE void prefetch_cold(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead& ahead) {
+  if (ahead.data == 0 || groups > kRunGroups) return;
+  for (int64_t at = 0; at < groups * 8; at += 64) __builtin_prefetch(data + ahead.data + at, kWrite, 2);
+  __builtin_prefetch(scales + ahead.scales, kWrite, 2);
+}
+
 template <int kItemSize>
-KVTIER_AVX2_INLINE void encode_run(const Run& run, ptrdiff_t ahead, const EncodeTable& table) {
+KVTIER_AVX2_INLINE void encode_run(const Run& run, const Ahead& ahead, const EncodeTable& table) {
   alignas(32) uint8_t rounded[kItemSize == 4 ? kRunGroups * 32 : 32];
   uint8_t* to = rounded;
   for (int64_t r = 0; r < run.rows; ++r)
@@ -153,13 +161,16 @@ KVTIER_AVX2_INLINE void encode_run(const Run& run, ptrdiff_t ahead, const Encode
     }
   for (int64_t r = 0; r < run.rows; ++r) {
     const uint8_t* row = run.base + r * run.stride;
-    encode_codes<kItemSize>(kItemSize == 4 ? rounded + r * run.groups * 32 : row, ahead ? row + ahead : nullptr,
-                            run.groups, table, run.data + r * run.cold_stride * 8, run.scales + r * run.cold_stride);
+    uint8_t* data = run.data + r * run.cold_stride * 8;
+    const uint8_t* scales = run.scales + r * run.cold_stride;
+    prefetch_cold<true>(data, scales, run.groups, ahead);
+    encode_codes<kItemSize>(kItemSize == 4 ? rounded + r * run.groups * 32 : row, ahead.hot ? row + ahead.hot : nullptr,
+                            run.groups, table, data, scales);
   }
 }
 
 template <int kItemSize>
-KVTIER_AVX2 void encode(const Rows& src, int64_t groups, ptrdiff_t ahead, const EncodeTable& table, uint8_t* data,
+KVTIER_AVX2 void encode(const Rows& src, int64_t groups, const Ahead& ahead, const EncodeTable& table, uint8_t* data,
                         uint8_t* scales) {
   const int64_t per_run = groups < kRunGroups ? kRunGroups / groups : 1;
   for (int64_t o = 0; o < src.count[0]; ++o)
@@ -220,24 +231,25 @@ KVTIER_AVX2_INLINE void decode_row(const uint8_t* data, const uint8_t* scales, i
 }
 
 template <int kItemSize, bool kStream>
-KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
-                             const Rows& dst) {
+KVTIER_AVX2 void decode_rows(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead& ahead,
+                             const DecodeTable& table, const Rows& dst) {
   for (int64_t o = 0; o < dst.count[0]; ++o)
     for (int64_t i = 0; i < dst.count[1]; ++i) {
       const int64_t cold = (o * dst.cold[0] + i * dst.cold[1]) * groups;
+      prefetch_cold<false>(data + cold * 8, scales + cold, groups, ahead);
       decode_row<kItemSize, kStream>(data + cold * 8, scales + cold, groups, table,
                                      dst.base + o * dst.stride[0] + i * dst.stride[1]);
     }
 }
 
 template <int kItemSize>
-KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table,
-                        const Rows& dst, bool stream) {
+KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead& ahead,
+                        const DecodeTable& table, const Rows& dst, bool stream) {
   const bool aligned = (reinterpret_cast<uintptr_t>(dst.base) | uintptr_t(dst.stride[0] | dst.stride[1])) % 16 == 0;
   if (stream && aligned)
-    decode_rows<kItemSize, true>(data, scales, groups, table, dst);
+    decode_rows<kItemSize, true>(data, scales, groups, ahead, table, dst);
   else
-    decode_rows<kItemSize, false>(data, scales, groups, table, dst);
+    decode_rows<kItemSize, false>(data, scales, groups, ahead, table, dst);
 }
 
 KVTIER_AVX2 void xxh3_stripes(uint64_t* lanes, const uint8_t* input, size_t stripes, const uint8_t* secret) {

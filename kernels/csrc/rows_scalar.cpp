@@ -57,7 +57,7 @@ void encode_group(const uint8_t* at, const EncodeTable& table, uint8_t* data, ui
 }
 
 template <class T>
-void encode(const Rows& src, int64_t groups, ptrdiff_t, const EncodeTable& table, uint8_t* data, uint8_t* scales) {
+void encode(const Rows& src, int64_t groups, const Ahead&, const EncodeTable& table, uint8_t* data, uint8_t* scales) {
   each_row(src, [&](const uint8_t* row, int64_t cold) {
     for (int64_t g = 0; g < groups; ++g)
       encode_group<T>(row + g * int64_t(kGroup * sizeof(T)), table, data + (cold * groups + g) * (kGroup / 2),
@@ -75,7 +75,8 @@ void decode_group(const uint8_t* data, const uint8_t* bytes, uint8_t* at) {
 }
 
 template <class T>
-void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const DecodeTable& table, const Rows& dst, bool) {
+void decode(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead&, const DecodeTable& table,
+            const Rows& dst, bool) {
   each_row(dst, [&](uint8_t* row, int64_t cold) {
     for (int64_t g = 0; g < groups; ++g)
       decode_group<T>(data + (cold * groups + g) * (kGroup / 2), table.bytes[scales[cold * groups + g]],

@@ -83,7 +83,8 @@ def dequantize(data: U8, scales: U8, k: int = 0) -> F32:
     codes = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1, GROUP)
     values = np.where(codes & 8, -E2M1_MAGNITUDES[codes & 7], E2M1_MAGNITUDES[codes & 7]).astype(np.float32)
     step = e4m3_values(scales) * np.float32(2.0**k)
-    return (values * step[..., None]).reshape(*data.shape[:-1], -1)
+    scaled: F32 = values * step[..., None]
+    return scaled.reshape(*data.shape[:-1], -1)
 
 
 def to_float32(bits: npt.NDArray[Any], dtype: str) -> F32:
