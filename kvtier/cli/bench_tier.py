@@ -32,7 +32,6 @@ BLOCK_BYTES = 1327104
 """An identity-scaled NVFP4 page of Qwen3-8B, 32 tokens: 324 x 4 KiB."""
 ROUNDS = 5
 _BATCH_BYTES = 256 << 20
-_FIO_S = 2
 
 
 def run(
@@ -42,18 +41,19 @@ def run(
     concurrency: int = CONCURRENCY,
     rounds: int = ROUNDS,
     batch_bytes: int = _BATCH_BYTES,
+    fio_s: int = 2,
     tiers: Sequence[str] = ("host", "nvme"),
 ) -> list[Row]:
     """One row per tier, operation and block size. `directory`: on the device to measure, default the temporary one.
-    `batch_bytes` moved per round; baseline in MB/s, memcpy or fio, null where fio is not installed."""
+    `batch_bytes` are moved per round, fio runs for `fio_s` seconds; baseline in MB/s, memcpy or fio, null where fio is not installed."""
     rows: list[Row] = []
     for size in block_bytes:
         pages = _Pages(size, max(concurrency, batch_bytes // size))
         if "host" in tiers:
-            rows += _host(pages, concurrency, rounds)
+            rows += _host(pages, rounds)
         if "nvme" in tiers:
             with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as made:
-                rows += _nvme(Path(made), pages, concurrency, rounds)
+                rows += _nvme(Path(made), pages, concurrency, rounds, fio_s)
     return rows
 
 
@@ -83,7 +83,7 @@ class _Pages:
         return self.nbytes * self.count
 
 
-def _host(pages: _Pages, concurrency: int, rounds: int) -> list[Row]:
+def _host(pages: _Pages, rounds: int) -> list[Row]:
     tier = HostTier(len(pages.source))
     try:
         timings = _Timings()
@@ -97,7 +97,7 @@ def _host(pages: _Pages, concurrency: int, rounds: int) -> list[Row]:
     return [_row("host", op, pages, 1, timings, timings.mb_per_s("memcpy")) for op in ("put", "get")]
 
 
-def _nvme(directory: Path, pages: _Pages, concurrency: int, rounds: int) -> list[Row]:
+def _nvme(directory: Path, pages: _Pages, concurrency: int, rounds: int, fio_s: int) -> list[Row]:
     fio = shutil.which("fio")
     tier = NvmeTier(directory / "tier", len(pages.source), io_threads=concurrency)
     try:
@@ -107,10 +107,10 @@ def _nvme(directory: Path, pages: _Pages, concurrency: int, rounds: int) -> list
         baseline: dict[str, list[float]] = {"put": [], "get": []}
         for _ in range(rounds):
             if fio is not None:
-                baseline["put"].append(_fio(fio, directory, "write", pages, concurrency))
+                baseline["put"].append(_fio(fio, directory, "write", pages, concurrency, fio_s))
             timings.time("put", pages.total_bytes, lambda: _put(tier, pages))
             if fio is not None:
-                baseline["get"].append(_fio(fio, directory, "read", pages, concurrency))
+                baseline["get"].append(_fio(fio, directory, "read", pages, concurrency, fio_s))
             timings.time("get", pages.total_bytes, lambda: _get(tier, pages))
             tier.delete_many(pages.keys)
     finally:
@@ -133,13 +133,13 @@ def _get(tier: Tier, pages: _Pages) -> None:
         raise KVTierError(f"the benchmark's gets were answered with {sorted(a.value for a in answers)}")
 
 
-def _fio(fio: str, directory: Path, pattern: str, pages: _Pages, concurrency: int) -> float:
+def _fio(fio: str, directory: Path, pattern: str, pages: _Pages, concurrency: int, seconds: int) -> float:
     """MB/s of fio over a file as large as one round moves, front to back as the tier's own pages lie."""
     size = max(pages.total_bytes, pages.nbytes * concurrency)
     block = -(-pages.nbytes // 4096) * 4096
     command = [
         fio, "--name=kvtier", f"--filename={directory / 'fio'}", f"--size={size // block * block}", f"--bs={block}",
-        f"--rw={pattern}", "--direct=1", "--ioengine=io_uring", f"--iodepth={concurrency}", f"--runtime={_FIO_S}",
+        f"--rw={pattern}", "--direct=1", "--ioengine=io_uring", f"--iodepth={concurrency}", f"--runtime={seconds}",
         "--time_based", "--overwrite=1", "--output-format=json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
