@@ -45,7 +45,8 @@ def run(
     tiers: Sequence[str] = ("host", "nvme"),
 ) -> list[Row]:
     """One row per tier, operation and block size. `directory`: on the device to measure, default the temporary one.
-    `batch_bytes` are moved per round, fio runs for `fio_s` seconds; baseline in MB/s, memcpy or fio, null where fio is not installed."""
+    `batch_bytes` are moved per round, fio runs for `fio_s` seconds; baseline in MB/s, memcpy or fio, null where fio
+    is not installed."""
     rows: list[Row] = []
     for size in block_bytes:
         pages = _Pages(size, max(concurrency, batch_bytes // size))

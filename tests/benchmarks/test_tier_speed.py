@@ -35,7 +35,8 @@ def test_host_over_memcpy() -> None:
 
 
 def test_looking_up_a_long_prefix_among_many_pages() -> None:
-    """1 000 pages that were stored one after the other, among 300 000 (`kvtier bench store` takes a million); the index alone, processor time."""
+    """1 000 pages that were stored one after the other, among 300 000 (`kvtier bench store` takes a million).
+    The index alone, processor time."""
     pages = 300_000
     table = SlotTable([Region(0, pages * 4096)], 4096)
     meta = PageMeta(4096, 2, 32, bytes(16), bytes(16))
