@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +135,13 @@ class Trace:
             "think_us": np.rint(self.think_s * 1e6).astype(np.int64),
         }
         with path.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **fields)  # type: ignore[arg-type]  # stub without arrays
+            np.savez_compressed(file, allow_pickle=False, **fields)
 
     @staticmethod
     def load(path: Path) -> Trace:
         """Read what `save` wrote. Times come back rounded to a microsecond."""
         try:
-            with np.load(path, allow_pickle=False) as z:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as z:
                 version = int(z["version"])
                 if version != FORMAT_VERSION:
                     raise ConfigError(
@@ -156,7 +158,7 @@ class Trace:
                     z["think_us"] / 1e6,
                     int(z["unique_blocks"]),
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
