@@ -1,0 +1,36 @@
+"""The codec against its bounds, `kvtier bench codec` tells the truth; this fails beyond twice a bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.cli import bench_codec
+from kvtier.kernels import _native
+
+ENCODE_OVER_MEMCPY = 0.65
+DECODE_OVER_MEMCPY = 1.2
+TWO_THREADS_OVER_ONE = 1.6
+ATTEMPTS = 3
+
+
+def measured() -> dict[str, float]:
+    rows = bench_codec.run(codecs=("nvfp4",), dtypes=("bf16",), impls=(_native.isas()[0],), rounds=5)
+    by = {(r["op"], r["threads"]): r for r in rows}
+    return {
+        "encode": by["encode", 1]["over_memcpy"] / ENCODE_OVER_MEMCPY,
+        "decode": by["decode", 1]["over_memcpy"] / DECODE_OVER_MEMCPY,
+        "encode on two threads": by["encode", 2]["gb_per_s"] / by["encode", 1]["gb_per_s"] / TWO_THREADS_OVER_ONE,
+    }
+
+
+@pytest.mark.speed
+@pytest.mark.skipif(_native.isas() == ["scalar"], reason="the bounds are those of a vector unit")
+def test_bf16_pages_against_memcpy() -> None:
+    """Best of three, because a neighbour on the machine slows one side of a ratio only."""
+    best: dict[str, float] = {}
+    for _ in range(ATTEMPTS):
+        for name, share in measured().items():
+            best[name] = max(best.get(name, 0.0), share)
+        if min(best.values()) >= 1:
+            break
+    assert min(best.values()) >= 0.5, best
