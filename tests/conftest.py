@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 JOIN_S = 5.0
-"""How long a thread or process that is on its way out may take."""
+"""How long the threads that are on their way out may take, together."""
 
 FOREIGN_THREADS = ("tqdm", "TMonitor", "pytest_timeout", "Thread-auto")
 """Threads that libraries keep for the life of the process."""
@@ -30,9 +31,10 @@ def nothing_left_behind() -> Iterator[None]:
     children_before = set(child_processes())
     yield
     left = []
+    deadline = time.monotonic() + JOIN_S
     for thread in set(threading.enumerate()) - threads_before:
         if not type(thread).__name__.startswith(FOREIGN_THREADS) and not thread.name.startswith(FOREIGN_THREADS):
-            thread.join(JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 left.append(f"thread {thread.name!r}")
     for pid in set(child_processes()) - children_before:
