@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import StagingTier, Tier
-from kvtier.codecs.registry import make_codec
-from kvtier.config import Config, HostTierConfig, NvmeTierConfig
+from kvtier.codecs.registry import codec
+from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.store import TieredStore
 
 TIERS = {
@@ -46,11 +46,13 @@ def open_codec(config: Config) -> Codec:
     """The codec that new pages are written with."""
     cold_page = config.cold_page
     if cold_page is None or cold_page.quant == "none":
-        return make_codec("raw")
-    return make_codec(cold_page.quant, global_scale=cold_page.global_scale)
+        return codec("raw")
+    return codec(cold_page.quant, global_scale=cold_page.global_scale)
 
 
-def _open_tier(config: HostTierConfig | NvmeTierConfig, shard: str, rank: int, ranks: int) -> Tier:
+def _open_tier(config: HostTierConfig | NvmeTierConfig | RedisTierConfig, shard: str, rank: int, ranks: int) -> Tier:
+    if isinstance(config, RedisTierConfig):
+        return _open_redis(config)
     module, _, name = TIERS[config.type].partition(":")
     make = cast(Callable[..., Tier], getattr(importlib.import_module(module), name))
     share = config.capacity // ranks
@@ -58,6 +60,26 @@ def _open_tier(config: HostTierConfig | NvmeTierConfig, shard: str, rank: int, r
         return make(share)
     options: dict[str, Any] = {"io_threads": config.io_threads}
     return make(_rank_path(config.path, shard, rank), share, **options)
+
+
+def _open_redis(config: RedisTierConfig) -> Tier:
+    from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
+    from kvtier.storage_backends.redis.tier import RedisTier
+
+    options = RedisOptions.of(
+        config.url,
+        mode=config.mode,
+        service=config.service,
+        username=config.username,
+        password_file=config.password_file,
+        sentinel_password_file=config.sentinel_password_file,
+        tls=TlsOptions(config.tls_ca, config.tls_cert, config.tls_key, config.tls_check_hostname),
+        prefix=config.prefix,
+        ttl_s=config.ttl,
+        timeout_s=config.timeout,
+        connections=config.connections,
+    )
+    return RedisTier(options)
 
 
 def _rank_path(path: Path, shard: str, rank: int) -> Path:

@@ -16,6 +16,7 @@ import xxhash
 
 from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, KEY_BYTES
 from kvtier.errors import ConfigError
+from kvtier.kernels import _native
 from kvtier.spec import PageSpec
 
 FORMAT_VERSION = 1
@@ -84,13 +85,13 @@ class Namespace:
     def page_keys(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Keys of pages by the engine's page hashes (any bytes, each chained over its prefix): BLAKE2b-256 of the
         hash, keyed with the namespace digest."""
-        keyed = hashlib.blake2b(key=self.digest, digest_size=KEY_BYTES)
-        keys = []
-        for page_hash in hashes:
-            h = keyed.copy()
-            h.update(page_hash)
-            keys.append(h.digest())
-        return keys
+        pages = list(hashes)
+        digest = self.digest
+        lengths = {len(h) for h in pages}
+        if len(lengths) != 1 or 0 in lengths:
+            return [hashlib.blake2b(h, key=digest, digest_size=KEY_BYTES).digest() for h in pages]
+        packed = _native.page_keys(digest, b"".join(pages), lengths.pop())
+        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
 def seed_of(key: bytes) -> int:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import PageMeta, PutStatus, Slot
-from kvtier.codecs.registry import codec_for_form, make_codec
+from kvtier.codecs import registry
 from kvtier.errors import SpecError
 from kvtier.hot import HotPool
-from kvtier.kernels.integrity import verify_pages
+from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
 from kvtier.ledger import Direction, OffloadOutcome
 from kvtier.lookup import Lookup, Pin
@@ -109,7 +109,8 @@ class PageMover:
         self.spec = spec
         self.namespace = namespace
         self._codec = codec
-        self._raw = make_codec("raw")
+        self._fingerprint = spec.fingerprint  # a hash over every buffer: too dear for each page
+        self._raw = registry.codec("raw")
         self._layouts: dict[int, ColdLayout] = {}
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
@@ -232,11 +233,11 @@ class PageMover:
             )
             self._ledger.time_codec("encode", time.perf_counter() - start)
             refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
-            good = [i for i in pages if i not in set(refused)]
+            good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
             metas = [
                 PageMeta(
-                    layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self.spec.fingerprint, origins[i]
+                    layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self._fingerprint, origins[i]
                 )
                 for i in good
             ]
@@ -308,7 +309,7 @@ class PageMover:
 
     def _find_bad(self, lookup: Lookup, pins: list[Pin], skip: int) -> list[int]:
         start = time.perf_counter()
-        good = verify_pages(
+        good = _native.verify_pages(
             self.store.host.arena,
             np.array([slot.offset for slot, _ in pins], dtype=np.int64),
             np.array([meta.nbytes for _, meta in pins], dtype=np.int64),
@@ -316,8 +317,7 @@ class PageMover:
             np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
         )
         self._ledger.time_codec("verify", time.perf_counter() - start)
-        fingerprint = self.spec.fingerprint
-        return [i for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True)) if not ok or meta.spec != fingerprint]
+        return [i for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True)) if not ok or meta.spec != self._fingerprint]
 
     def _decode(
         self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None
@@ -325,7 +325,7 @@ class PageMover:
         groups = []
         for form in sorted({meta.form for _, meta in pins}):
             members = [i for i, (_, meta) in enumerate(pins) if meta.form == form]
-            codec = codec_for_form(form)
+            codec = registry.codec_for_form(form)
             groups.append(
                 (
                     codec,

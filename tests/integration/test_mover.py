@@ -44,7 +44,9 @@ def config(directory: Path, quant: str = "nvfp4", host: str = "4MiB") -> Config:
 
 def open_mover(config: Config, spec: PageSpec = SPEC, **identity: str) -> PageMover:
     codec = open_codec(config)
-    namespace = Namespace.of(spec, policy_of(codec), model="m", weights="00", dtype=spec.buffers[0].dtype.value, **identity)
+    namespace = Namespace.of(
+        spec, policy_of(codec), model="m", weights="00", dtype=spec.buffers[0].dtype.value, **identity
+    )
     return PageMover(open_store(config), spec, namespace, codec)
 
 
@@ -84,17 +86,23 @@ def arrays(seed: int = 0, layout: HotLayout = HotLayout.NHD) -> list[npt.NDArray
     return made
 
 
-def offload(mover: PageMover, data: list[npt.NDArray[np.uint16]], layout: HotLayout = HotLayout.NHD) -> dict[OffloadOutcome, int]:
+def offload(
+    mover: PageMover, data: list[npt.NDArray[np.uint16]], layout: HotLayout = HotLayout.NHD
+) -> dict[OffloadOutcome, int]:
     pool = HotPool.of(mover.spec, data, layout)
     return mover.offload(pool, HASHES, range(PAGES)).result(10.0).outcomes
 
 
-def restore(mover: PageMover, request: str = "r", layout: HotLayout = HotLayout.NHD) -> tuple[list[npt.NDArray[np.uint16]], int]:
+def restore(
+    mover: PageMover, request: str = "r", layout: HotLayout = HotLayout.NHD
+) -> tuple[list[npt.NDArray[np.uint16]], int]:
     out = [np.full_like(a, 0x7FC0) for a in arrays(layout=layout)]
     lookup = mover.store.lookup(request, mover.namespace.page_keys(HASHES))
     ready = mover.store.wait(lookup)
     layers: list[int] = []
-    result = mover.onboard(lookup, HotPool.of(mover.spec, out, layout), range(ready), on_layer=layers.append).result(10.0)
+    result = mover.onboard(lookup, HotPool.of(mover.spec, out, layout), range(ready), on_layer=layers.append).result(
+        10.0
+    )
     mover.store.settle(request)
     assert result.ok, result
     assert layers == list(range(LAYERS))
@@ -196,6 +204,7 @@ def test_rows_past_the_valid_tokens_are_zeros(mover: PageMover) -> None:
 
 def test_a_bit_flipped_in_host_memory_fails_the_load_and_only_that_page(mover: PageMover) -> None:
     offload(mover, arrays())
+    assert mover.store.flush(10.0)
     lookup = mover.store.lookup("r", mover.namespace.page_keys(HASHES))
     slot, _ = lookup.ready_slots(4)[3]
     mover.store.host.view(slot)[17] ^= 4
