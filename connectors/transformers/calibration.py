@@ -130,10 +130,12 @@ def _rotation_errors(
     for n, layer in enumerate(layers):
         if layer.keys is None:
             raise SpecError(f"layer {n}: no key was captured: its attention module is not one we know")
-        before = layer.keys[:_CHECKED_TOKENS].double().cpu().numpy()
-        stored = cache.layers[n].keys[0, :, : len(before)].double().cpu().numpy()
+        # The last rows: a layer with a sliding window has no others.
+        stored = cache.layers[n].keys[0, :, -_CHECKED_TOKENS:].double().cpu().numpy()
+        rows = stored.shape[1]
+        before = layer.keys[-rows:].double().cpu().numpy()
         rotary = read_rotary(n, style)
-        positions = np.arange(len(before))
+        positions = np.arange(len(layer.keys) - rows, len(layer.keys))
         turned = np.stack([rotary.rotate(before[:, head], positions) for head in range(layer.kv_heads)])
         errors.append(float(np.abs(turned - stored).max() / max(float(np.abs(stored).max()), 1e-30)))
     return errors

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtier.abc.compression import (
@@ -39,7 +39,10 @@ _GROWTH_ROWS = 256
 
 
 class RowLayer(DynamicLayer):
-    """A DynamicLayer over buffers with room: appending writes in place, and packed rows leave their room behind."""
+    """A DynamicLayer over buffers with room: appending writes in place, and packed rows leave their room behind.
+
+    It stands in for layers with a sliding window as well, which then keep all rows and are masked by row number:
+    right as long as the latest window's rows stay together at the end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -295,8 +298,9 @@ def platform_of(model: Any, *, context_tokens: int | None = None) -> Platform:
     """What transformers and `model` offer to compression methods."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    sliding = any(layer.is_sliding for layer in layers)
-    other = any(not isinstance(layer, DynamicLayer) for layer in layers)
+    sliding = [type(layer) is DynamicSlidingWindowLayer for layer in layers]
+    # A chunked layer looks alike, but its chunks begin at logical positions, which packed rows no longer have.
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     heads = int(config.num_attention_heads)
     return Platform(
         engine="transformers",
@@ -305,9 +309,10 @@ def platform_of(model: Any, *, context_tokens: int | None = None) -> Platform:
             query_heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            windows=tuple(config.sliding_window if slides else None for slides in sliding),
         ),
         attention=AttentionKind.MLA if getattr(config, "kv_lora_rank", None) is not None else AttentionKind.MHA,
-        sliding_pools=sliding,
-        recurrent=other and not sliding,
+        sliding_pools=chunked,
+        recurrent=any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers),
         context_tokens=context_tokens or getattr(config, "max_position_embeddings", None),
     )

@@ -150,8 +150,9 @@ class CompressionManager:
         """Raise ConfigError, naming the option, for what this method cannot do on `platform`. Called once, first."""
 
     def publishable_tokens(self, request: LiveRequest) -> int:
-        """How many of the request's leading rows are the plain KV of its tokens, so that others may reuse them."""
-        return request.logical_tokens
+        """How many of the request's leading rows are the plain KV of its tokens, so that others may reuse them. The
+        answer here is right for methods that evict behind the prompt; one that changes prompt rows must say less."""
+        return request.prompt_tokens if request.evicted_tokens > 0 else request.logical_tokens
 
     def on_request_init(self, requests: Sequence[LiveRequest], **kwargs: Any) -> None:
         """Requests begin, or begin again after their cache was dropped (`generated_tokens` then says what will be

@@ -10,6 +10,8 @@ from kvtier.errors import ConfigError
 
 Hook = Callable[..., None]
 
+_DEFAULT = CompressionManager()
+
 
 class CompressionPipeline:
     """Methods in the order of their registration. An adapter registers its own bookkeeping first and calls the pipeline
@@ -29,7 +31,6 @@ class CompressionPipeline:
         self.managers = tuple(managers)
         self.platform = platform
         self._hooks = {name: tuple(_overriding(managers, name)) for name in HOOKS}
-        self._limits = tuple(_overriding(managers, "publishable_tokens"))
 
     @property
     def active(self) -> bool:
@@ -51,7 +52,7 @@ class CompressionPipeline:
 
     def publishable_tokens(self, request: LiveRequest) -> int:
         """How many leading rows of `request` may enter a prefix cache: the smallest answer of all methods."""
-        return min((limit(request) for limit in self._limits), default=request.logical_tokens)
+        return min(manager.publishable_tokens(request) for manager in (_DEFAULT, *self.managers))
 
 
 def _overriding(managers: Sequence[CompressionManager], name: str) -> list[Any]:

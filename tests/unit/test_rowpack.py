@@ -62,8 +62,7 @@ def test_fast_moves_the_same_bytes_as_the_reference(
     pools, sequences = case
     slow, quick = copies(pools), copies(pools)
     expected, found = reference.pack(slow, sequences), fast.pack(quick, sequences)
-    for a, b in zip(expected, found, strict=True):
-        assert a.rows == b.rows and a.freed_pages.tolist() == b.freed_pages.tolist()
+    assert [(p.rows, p.freed_pages.tolist()) for p in expected] == [(p.rows, p.freed_pages.tolist()) for p in found]
     for group, (left, right) in enumerate(zip(slow, quick, strict=True)):
         for a, b in zip(left, right, strict=True):
             for sequence in sequences:

@@ -88,7 +88,7 @@ class Calibration:
         }
         try:
             save_file(tensors, path, metadata={"metadata": json.dumps(metadata)})
-        except OSError as e:
+        except (OSError, _safetensors().SafetensorError) as e:
             raise ConfigError(f"--output {str(path)!r} cannot be written: {e}; give a writable path") from e
 
 

@@ -92,6 +92,8 @@ class TriAttention(CompressionManager):
                 "cache is packed with the same set"
             )
         windows = [w for w in geometry.windows if w is not None]
+        if len(windows) == geometry.layers:
+            raise ConfigError(f"{name}: every layer has a sliding window, so there is nothing to score; remove it")
         if windows and self.budget < max(windows):
             raise ConfigError(
                 f"option 'budget' = {self.budget}: the model has a sliding window of {max(windows)}; give at least that"
@@ -124,9 +126,6 @@ class TriAttention(CompressionManager):
                 )
         if not sampled.any():
             raise ConfigError(f"option {OPTION!r}: the file has statistics of none of this rank's heads")
-
-    def publishable_tokens(self, request: LiveRequest) -> int:
-        return request.prompt_tokens if request.evicted_tokens > 0 else request.logical_tokens
 
     def on_request_init(self, requests: Sequence[LiveRequest], **kwargs: Any) -> None:
         self._schedule.start(requests)

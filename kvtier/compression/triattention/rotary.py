@@ -38,7 +38,7 @@ class Rotary:
         """`x` ``[T, head_dim]`` before rotation -> as the model stores it, at `positions` ``[T]``."""
         turned = (x[:, self.real] + 1j * x[:, self.imag]) * np.exp(1j * positions[:, None] * self.omega)
         # Dimensions that are not rotated are not scaled either; their gain is the scaling itself.
-        scale = np.where(self.omega > 0, np.sqrt(self.gain), 1.0)
+        scale = np.where(self.omega != 0, np.sqrt(self.gain), 1.0)
         out = np.empty_like(x)
         out[:, self.real], out[:, self.imag] = turned.real * scale, turned.imag * scale
         return out
@@ -57,6 +57,9 @@ def rotary_of(config: Any, functions: Mapping[str, Callable[..., Any]], layer: i
     head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     parameters, layer_type = _parameters(text, layer)
     omega, scaling = _frequencies(text, parameters, layer_type, functions, head_dim)
+    rotates = getattr(text, "no_rope_layers", None)
+    if rotates and not rotates[layer]:
+        omega, scaling = np.zeros_like(omega), 1.0
     rotated = 2 * len(omega)
     if rotated > head_dim:
         raise ConfigError(
