@@ -127,10 +127,13 @@ TierConfig = Annotated[HostTierConfig | NvmeTierConfig | RedisTierConfig, Field(
 
 
 class HttpConfig(_Block):
-    """The port of /metrics, /livez and /readyz; rank r listens on ``port + r``, 0 means any free port."""
+    """The port of /metrics, /livez and /readyz; rank r listens on ``port + r``, 0 means any free port. Anything but a
+    loopback `host` needs `allow_remote` and a token, in `token_file` or in KVTIER_HTTP_TOKEN."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
+    allow_remote: bool = False
+    token_file: Annotated[Path | None, Field(strict=False)] = None
 
 
 class Config(_Block):

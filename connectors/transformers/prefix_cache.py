@@ -81,7 +81,7 @@ class PrefixCache:
                 nbytes = mover.layout(codec).cold_page_bytes
                 prefixes._http = HttpExporter(
                     store.ledger.registry,
-                    HttpOptions(host=config.http.host, port=config.http.port),
+                    HttpOptions.of(config.http),
                     ready=lambda: store_ready(store, nbytes),
                 )
             return prefixes

@@ -27,16 +27,20 @@ PAGES = 64
 INDEX_PAGES = 1_000_000
 PREFIX_PAGES = 1_000
 ROUNDS = 9
+HOST_ROUNDS = 16
+"""The host tier holds the pages of so many rounds; it is filled before anything is measured: every round evicts."""
 
 Row = dict[str, Any]
 
 
 def run(index_pages: int = INDEX_PAGES) -> list[Row]:
-    """Rows of ``{"measure", "value", "unit", "bound", "baseline", "over_baseline"}``; `index_pages` for a shorter run.
-    Takes about 4 KiB of address space per indexed page, of which almost nothing is touched."""
+    """Rows of ``{"measure", "value", "best", "unit", "bound", "baseline", "over_baseline"}``, values being medians.
+
+    index_pages: fewer for a shorter run. Takes about 4 KiB of address space per indexed page, of which almost nothing
+    is touched."""
     bench = _Offload()
     try:
-        rows = [*bench.whole_path(), bench.call_time(), bench.beside()]
+        rows = [bench.whole_path(), bench.call_time(), bench.beside()]
     finally:
         bench.close()
     return [*rows, _lookup(index_pages)]
@@ -56,7 +60,7 @@ class _Offload:
         codec = registry.codec("nvfp4")
         namespace = Namespace.of(spec, policy_of(codec), model="bench", weights="", dtype="bf16")
         cold = codec.layout(spec).cold_page_bytes
-        self._store = TieredStore(HostTier((PAGES + 2) * -(-cold // SLOT_ALIGN) * SLOT_ALIGN))
+        self._store = TieredStore(HostTier(HOST_ROUNDS * PAGES * -(-cold // SLOT_ALIGN) * SLOT_ALIGN))
         self._mover = PageMover(self._store, spec, namespace, codec, workers=1)
         self._round = 0
         self._source = np.ones(self._bytes, np.uint8)
@@ -68,8 +72,9 @@ class _Offload:
         hashes = [b"%d/%d" % (self._round, page) for page in range(PAGES)]
         return self._mover.offload(self._pool, hashes, range(PAGES))
 
-    def whole_path(self) -> list[Row]:
-        self.offload().result()
+    def whole_path(self) -> Row:
+        for _ in range(HOST_ROUNDS):
+            self.offload().result()
         ours, memcpy = [], []
         for _ in range(ROUNDS):
             memcpy.append(_timed(lambda: np.copyto(self._sink, self._source)))
@@ -79,7 +84,8 @@ class _Offload:
             if not outcome.ok:
                 raise RuntimeError(f"the bench could not store its pages: {outcome.outcomes}")
         rate, base = self._bytes / median(ours) / 1e9, self._bytes / median(memcpy) / 1e9
-        return [_row("offload path, one worker", rate, "GB/s of BF16", bound=">= 0.5 x", baseline=base)]
+        best = self._bytes / min(ours) / 1e9
+        return _row("offload path, one worker", rate, "GB/s of BF16", best, bound=">= 0.5 x", baseline=base)
 
     def call_time(self) -> Row:
         calls = []
@@ -88,7 +94,7 @@ class _Offload:
             ticket = self.offload()
             calls.append(time.perf_counter() - start)
             ticket.result()
-        return _row(f"offload call, {PAGES} pages", median(calls) * 1e6, "us", bound="< 200")
+        return _row(f"offload call, {PAGES} pages", median(calls) * 1e6, "us", min(calls) * 1e6, bound="< 200")
 
     def beside(self) -> Row:
         """Rate of a Python loop while pages are being offloaded, over its rate alone."""
@@ -100,7 +106,9 @@ class _Offload:
             for ticket in tickets:
                 ticket.result()
         rate, base = median(beside) / 1e6, median(alone) / 1e6
-        return _row("Python thread beside offloads", rate, "M loops/s", bound=">= 0.5 x", baseline=base)
+        return _row(
+            "Python thread beside offloads", rate, "M loops/s", max(beside) / 1e6, bound=">= 0.5 x", baseline=base
+        )
 
     def close(self) -> None:
         self._mover.close()
@@ -133,7 +141,7 @@ def _lookup(index_pages: int) -> Row:
                 raise RuntimeError(f"the bench found {ready} of {len(prefix)} pages")
             store.settle(f"r{number}")
         name = f"lookup of {PREFIX_PAGES:,} pages among {index_pages:,}, keys derived"
-        return _row(name, median(times) * 1e3, "ms", bound="< 2")
+        return _row(name, median(times) * 1e3, "ms", min(times) * 1e3, bound="< 2")
     finally:
         store.close()
 
@@ -153,11 +161,12 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _row(measure: str, value: float, unit: str, *, bound: str, baseline: float | None = None) -> Row:
+def _row(measure: str, value: float, unit: str, best: float, *, bound: str, baseline: float | None = None) -> Row:
     over = None if baseline is None else round(value / baseline, 3)
     return {
         "measure": measure,
         "value": round(value, 3),
+        "best": round(best, 3),
         "unit": unit,
         "bound": bound,
         "baseline": None if baseline is None else round(baseline, 3),

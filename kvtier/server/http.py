@@ -28,6 +28,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from kvtier.config import HttpConfig
 from kvtier.errors import ConfigError
 
 TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
@@ -51,9 +52,14 @@ class HttpOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 9404
+    port: int = 0
     allow_remote: bool = False
     token_file: Path | None = None
+
+    @staticmethod
+    def of(config: HttpConfig) -> HttpOptions:
+        """The options that the configuration block holds."""
+        return HttpOptions(config.host, config.port, config.allow_remote, config.token_file)
 
     def port_of(self, rank: int) -> int:
         if rank < 0:

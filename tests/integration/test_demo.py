@@ -68,6 +68,7 @@ def test_a_second_run_finds_the_first_ones_pages_on_disk(tmp_path: Path) -> None
 def test_raw_pages_change_nothing(tmp_path: Path) -> None:
     got, _ = demo(tmp_path, "--turns", "2", "--codec", "raw")
     assert got["hits"] == {"host": 21, "nvme": 0}
-    assert got["top1_agreement"] == 1.0
+    # Same bytes, but a shorter prefill sums in another order: a near tie may flip on some processor.
+    assert got["top1_agreement"] > 0.99
     # The FP32 cache as it is: twice the bytes of the 16-bit values that it is counted as.
     assert got["cold_bytes"] == 2 * got["hot_bytes"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Metric
 
+from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.server import http as exporter_module
 from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions
@@ -164,6 +165,13 @@ def test_the_token_from_the_environment(registry: CollectorRegistry, monkeypatch
     with HttpExporter(registry, HttpOptions(host="0.0.0.0", port=0, allow_remote=True)) as server:
         assert ask(server, "/metrics")[0] == 401
         assert ask(server, "/metrics", {"Authorization": "Bearer from-env"})[0] == 200
+
+
+def test_options_from_the_configuration_block(tmp_path: Path) -> None:
+    block = {"host": "0.0.0.0", "port": 9404, "allow_remote": True, "token_file": str(tmp_path / "token")}
+    config = parse_config({"tiers": [{"type": "host", "capacity": "1MiB"}], "http": block}).http
+    assert config is not None
+    assert HttpOptions.of(config) == HttpOptions("0.0.0.0", 9404, True, tmp_path / "token")
 
 
 def test_unusable_token_files_are_named(registry: CollectorRegistry, tmp_path: Path) -> None:
