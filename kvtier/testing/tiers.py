@@ -166,6 +166,14 @@ class TierTests(ABC):
         assert tier.usage().resident_pages == 0
         assert tier.put_many([good]) == [PutStatus.STORED]
 
+    def test_a_buffer_that_cannot_be_written_is_refused_and_nothing_stays_pinned(self, tier: Tier) -> None:
+        put(tier, [1])
+        with pytest.raises((TypeError, ValueError)):
+            tier.get_many_into([key_of(1)], [memoryview(bytes(PAGE_BYTES))])
+        put(tier, range(100, 100 + 2 * (CAPACITY_BYTES // PAGE_BYTES)))
+        assert resident(tier, [1]) == []
+        check_counters(tier)
+
     # ---- room
 
     def test_one_size_fills_the_capacity(self, tmp_path: Path) -> None:

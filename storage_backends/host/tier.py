@@ -177,23 +177,33 @@ class HostTier(StagingTier):
     def _put(self, items: Sequence[PutItem]) -> list[PutStatus]:
         answers = self.reserve_many([item.key for item in items], [item.meta.nbytes for item in items])
         taken = [(item, slot) for item, slot in zip(items, answers, strict=True) if isinstance(slot, Slot)]
-        arena = self.arena
-        for item, slot in taken:
-            if slot.nbytes:
-                arena[slot.offset : slot.offset + slot.nbytes] = np.frombuffer(item.data, np.uint8)
         slots = [slot for _, slot in taken]
-        self.commit_many([item.key for item, _ in taken], slots, [item.meta for item, _ in taken])
+        arena = self.arena
+        try:
+            for item, slot in taken:
+                if slot.nbytes:
+                    arena[slot.offset : slot.offset + slot.nbytes] = np.frombuffer(item.data, np.uint8)
+            self.commit_many([item.key for item, _ in taken], slots, [item.meta for item, _ in taken])
+        except BaseException:
+            self.abort_many([item.key for item, _ in taken], slots)
+            raise
         self.unpin_many(slots)
         return [PutStatus.STORED if isinstance(answer, Slot) else answer for answer in answers]
 
     def _get(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[GetResult]:
         pages = self.pin_many(keys)
         results, hit_bytes = [], 0
-        for key, page, out in zip(keys, pages, outs, strict=True):
-            status = GetStatus.ABSENT if page is None else self._copy_out(key, page[0], page[1], out)
-            hit = page is not None and status is GetStatus.HIT
-            results.append(GetResult(status, page[1] if page is not None and hit else None))
-            hit_bytes += page[1].nbytes if page is not None and hit else 0
+        try:
+            for key, page, out in zip(keys, pages, outs, strict=True):
+                if page is None:
+                    results.append(GetResult(GetStatus.ABSENT))
+                    continue
+                status = self._copy_out(key, page[0], page[1], out)
+                results.append(GetResult(status, page[1] if status is GetStatus.HIT else None))
+                hit_bytes += page[1].nbytes if status is GetStatus.HIT else 0
+        except BaseException:
+            self.unpin_many([page[0] for page in pages if page is not None])
+            raise
 
         def settle() -> None:
             self._get_bytes += hit_bytes

@@ -36,21 +36,20 @@ class TierDirectory:
                 f"{tier} tier: segment_bytes = {segment_bytes} must be a positive multiple of {SLOT_ALIGN}; "
                 "leave the option out for the default"
             )
+        self._lock = -1
         try:
             self._make()
             self._lock = self._acquire()
-        except TierPathError:
+            self.segment_bytes = self._agree(segment_bytes, default_segment_bytes)
+        except (TierPathError, ConfigError):
+            self.close()
             raise
         except OSError as error:
+            self.close()
             raise TierPathError(
                 f"{tier} tier: path = {str(path)!r} cannot be used: {error.strerror}; name a directory that this user "
                 "can write to"
             ) from error
-        try:
-            self.segment_bytes = self._agree(segment_bytes, default_segment_bytes)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Unlock. Explicitly, because a forked child may still hold the same open file."""

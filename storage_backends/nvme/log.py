@@ -99,7 +99,7 @@ class IndexLog:
         loaded = decode(self._path.read_bytes())
         os.ftruncate(self._fd, loaded.end)
         self.size_bytes = loaded.end
-        self._compact_at = 2 * sum(len(encode_put(e)) for e in loaded.entries) + _COMPACT_SLACK_BYTES
+        self._compact_at = 2 * sum(_put_bytes(len(e.meta.origin)) for e in loaded.entries) + _COMPACT_SLACK_BYTES
         if loaded.damaged:
             _log.warning("%d damaged stretches of %s were skipped; their pages are misses", loaded.damaged, self._path)
         return loaded
@@ -138,13 +138,13 @@ class IndexLog:
             entries = snapshot()
             # Records queued before the snapshot and written after it are replayed on top: they end in the same state.
             self._beside = []
-        fd = -1
+        fd, done = -1, False
         try:
             fd = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             size = 0
             for start in range(0, len(entries), 1024):
                 if self._aborting:
-                    raise InterruptedError("closing")
+                    return
                 size += _write_all(fd, b"".join(map(encode_put, entries[start : start + 1024])), size)
             os.fsync(fd)
             with self._write_lock:
@@ -153,15 +153,16 @@ class IndexLog:
                 self._fd, fd = fd, self._fd
                 self.size_bytes = size
                 self._compact_at = 2 * size + _COMPACT_SLACK_BYTES
-                self._beside = None
+                done = True
         except OSError as error:
-            with self._write_lock:
-                self._compact_at = 2 * self.size_bytes
-                self._beside = None
-            self._new.unlink(missing_ok=True)
-            if not self._aborting:
-                _log.warning("%s could not be compacted: %s", self._path, error)
+            _log.warning("%s could not be compacted: %s", self._path, error)
         finally:
+            with self._write_lock:
+                self._beside = None
+                if not done:
+                    self._compact_at = 2 * self.size_bytes
+            if not done:
+                self._new.unlink(missing_ok=True)
             if fd >= 0:
                 os.close(fd)
 
@@ -205,13 +206,17 @@ def _sealed(record: bytes) -> bytes:
     return record[:4] + zlib.crc32(record[_CRC_FROM:]).to_bytes(4, "little") + record[_CRC_FROM:]
 
 
+def _put_bytes(origin_bytes: int) -> int:
+    return _HEAD.size + _TAIL.size + -(-origin_bytes // _ALIGN) * _ALIGN
+
+
 def _record_bytes(data: bytes, at: int) -> int:
     """Length of the good record at `at`, 0 where there is none."""
     if at + _HEAD.size > len(data) or data[at : at + 4] != MAGIC:
         return 0
     kind, origin_bytes = data[at + 8], data[at + 9]
     if kind == PUT:
-        length = _HEAD.size + _TAIL.size + -(-origin_bytes // _ALIGN) * _ALIGN
+        length = _put_bytes(origin_bytes)
     elif kind == DELETE:
         length = _HEAD.size
     else:

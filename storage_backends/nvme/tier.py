@@ -30,7 +30,7 @@ from kvtier.abc.tier import (
     TierCapabilities,
     TierUsage,
 )
-from kvtier.errors import ConfigError, SpecError
+from kvtier.errors import ConfigError, SpecError, TierPathError
 from kvtier.keys import checksum
 from kvtier.storage_backends.nvme.aligned import BouncePool, extended, is_aligned
 from kvtier.storage_backends.nvme.directory import TierDirectory
@@ -102,9 +102,18 @@ class NvmeTier(Tier):
         self._get_bytes = 0
         self._reported: set[str] = set()
         try:
-            self._index = IndexLog(self._directory.path / "index.log")
+            self._index = IndexLog(self.path / "index.log")
+        except OSError as error:
+            self._segments.close()
+            self._directory.close()
+            raise TierPathError(
+                f"{name} tier: path = {str(path)!r}: its index.log cannot be used: {error.strerror}; name another "
+                "directory, or delete this one (it holds cached pages only)"
+            ) from error
+        try:
             self._recover()
         except BaseException:
+            self._index.close()
             self._segments.close()
             self._directory.close()
             raise

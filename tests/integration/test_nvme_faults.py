@@ -332,6 +332,41 @@ def test_gets_are_served_during_a_flood_of_puts(tier: NvmeTier) -> None:
     assert sorted(waits_s)[len(waits_s) // 2] < 0.1
 
 
+def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = NvmeTier(tmp_path, CAPACITY_BYTES)
+    put(tier, 0, 1)
+    real, reading, go_on = os.preadv, threading.Event(), threading.Event()
+
+    def hanging(fd: int, buffers: Any, at: int) -> int:
+        reading.set()
+        assert go_on.wait(20)
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", hanging)
+    found: list[GetStatus] = []
+    thread = threading.Thread(target=lambda: found.extend(statuses(tier, 0, 1)))
+    thread.start()
+    assert reading.wait(10)
+    started = time.monotonic()
+    tier.close()
+    assert time.monotonic() - started < 2
+    with pytest.raises(TierPathError, match="in use"):  # a transfer may still arrive: nobody else gets the directory
+        NvmeTier(tmp_path, CAPACITY_BYTES)
+    go_on.set()
+    thread.join()
+    assert found == [GetStatus.HIT]
+
+
+def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    NvmeTier(tmp_path, CAPACITY_BYTES).close()
+    (tmp_path / "index.log").unlink()
+    (tmp_path / "index.log").mkdir()
+    with pytest.raises(TierPathError, match=r"index\.log cannot be used"):
+        NvmeTier(tmp_path, CAPACITY_BYTES)
+    (tmp_path / "index.log").rmdir()
+    NvmeTier(tmp_path, CAPACITY_BYTES).close()  # neither lock nor files were left open
+
+
 # ---- the directory
 
 
