@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtier.replay.page import BlockBytes
     from kvtier.replay.simulate import Timing
     from kvtier.replay.stack import Placement, TierPlan
+    from kvtier.replay.sweep import ClosedLoop
     from kvtier.replay.trace import Trace
 
 ENGINE = "Engine model"
@@ -45,6 +46,14 @@ class Codec(str, Enum):
 class Place(str, Enum):
     WRITE_THROUGH = "write-through"
     WRITE_BACK = "write-back"
+
+
+class Show(str, Enum):
+    HIT_RATE = "hit_rate"
+    TIER_SHARE = "tier_share"
+    TTFT_P50 = "ttft_p50"
+    TTFT_P99 = "ttft_p99"
+    REQUESTS_COMPLETED = "requests_completed"
 
 
 def replay(
@@ -129,6 +138,9 @@ def replay(
         str | None,
         typer.Option(help="Sizes of --sweep, 200GB,400GB,800GB say; default: 12 up to all that is distinct."),
     ] = None,
+    show: Annotated[
+        Show | None, typer.Option(help="What --sweep shows; default hit_rate. The last needs --sessions.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves of --sweep to this PNG.")] = None,
     live: Annotated[
         bool,
@@ -144,14 +156,16 @@ def replay(
     """Hit rates, bytes moved and time to first token of a trace, for any tiers, sizes and codecs."""
     from kvtier.replay.formats import TraceFormat, read_trace
     from kvtier.replay.stack import Placement, check_stack, parse_tier
+    from kvtier.replay.sweep import ClosedLoop
 
     at_least(1, bytes_per_token=bytes_per_token, page_tokens=page_tokens, block_tokens=block_tokens)
     at_least(1, sessions=sessions, requests=requests)
-    if sum((sweep, live, sessions is not None)) > 1:
-        raise ConfigError("--sweep, --live and --sessions exclude each other: give one of them")
+    if live and (sweep or sessions is not None):
+        raise ConfigError("--live goes without --sweep and without --sessions: remove one")
     for option, value, needs, there in (
         ("--sizes", sizes, "--sweep", sweep),
         ("--plot", plot, "--sweep", sweep),
+        ("--show", show and show.value, "--sweep", sweep),
         ("--duration", duration, "--sessions", sessions is not None),
     ):
         if value is not None and not there:
@@ -164,12 +178,13 @@ def replay(
         loaded = loaded.head(requests)
     weight = _block_bytes(loaded, bytes_per_token, model, page, page_tokens, dtype, global_scale)
     where = Placement[placement.name]
+    duration_s = _seconds("--duration", duration) if duration is not None else math.inf
     if sweep:
-        _sweep(trace, loaded, tiers, weight, where, sizes, plot, as_json)
+        loop = None if sessions is None else ClosedLoop(sessions, duration_s)
+        _sweep(trace, loaded, tiers, weight, where, timing, loop, sizes, show or Show.HIT_RATE, plot, as_json)
     elif live:
         _live(loaded, tiers, codec, weight, where, live_page_bytes, as_json)
     else:
-        duration_s = _seconds("--duration", duration) if duration is not None else math.inf
         _replay(trace, loaded, tiers, codec, weight, where, timing, sessions, duration_s, as_json)
 
 
@@ -210,7 +225,10 @@ def _sweep(
     tiers: tuple[TierPlan, ...],
     weight: BlockBytes,
     placement: Placement,
+    timing: Timing,
+    loop: ClosedLoop | None,
     sizes: str | None,
+    show: Show,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -219,36 +237,36 @@ def _sweep(
     from kvtier.replay.page import ReplayCodec
     from kvtier.replay.plot import sweep_png, sweep_text
     from kvtier.replay.stack import SPEEDS
-    from kvtier.replay.sweep import advice, default_sizes, sweep
+    from kvtier.replay.sweep import Metric, advice, decimal, default_sizes, sweep
 
+    if show is Show.REQUESTS_COMPLETED and loop is None:
+        raise ConfigError("--show requests_completed: only a closed loop counts them; add --sessions")
     if tiers[-1].name == "unlimited":
         tiers = (replace(tiers[-1], name="host", bandwidth=SPEEDS["host"][0]),)
     chosen = _sizes(sizes) if sizes is not None else default_sizes(trace, weight(ReplayCodec.RAW))
-    result = sweep(trace, tiers, weight, chosen, placement)
+    result = sweep(trace, tiers, weight, chosen, placement, timing, loop)
+    metric = Metric(show.value)
     if plot is not None:
-        sweep_png(result, plot, name)
+        sweep_png(result, metric, plot, name)
     if as_json:
-        figures = {
-            "tier": result.tier,
-            "sizes_bytes": result.sizes_bytes,
-            "hit_rate": {codec.value: rates for codec, rates in result.hit_rate.items()},
-            "unlimited_hit_rate": result.ideal,
-            "advice": advice(result),
-        }
+        figures: dict[str, Any] = {"tier": result.tier, "sizes_bytes": result.sizes_bytes}
+        for one, curves in result.curves.items():
+            figures[one.value] = {codec.value: curve for codec, curve in curves.items()}
+        figures |= {"unlimited_hit_rate": result.ideal, "advice": advice(result)}
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     from rich.console import Console
     from rich.table import Table
 
-    from kvtier.replay.sweep import decimal
-
-    table = Table(title=f"{name}: blocks hit, %, by bytes of {result.tier}")
-    for column in (result.tier, *(c.value for c in result.hit_rate)):
+    curves = result.curves[metric]
+    table = Table(title=f"{name}: {metric.label}")
+    for column in (result.tier, *(c.value for c in curves)):
         table.add_column(column, justify="right")
+    digits = {Metric.REQUESTS_COMPLETED: 0, Metric.TTFT_P50: 3, Metric.TTFT_P99: 3}.get(metric, 1)
     for i, size in enumerate(result.sizes_bytes):
-        table.add_row(decimal(size), *(f"{rates[i]:.1f}" for rates in result.hit_rate.values()))
+        table.add_row(decimal(size), *(f"{curve[i]:.{digits}f}" for curve in curves.values()))
     Console().print(table)
-    sys.stdout.write(f"{sweep_text(result)}\n\n{advice(result)}\n")
+    sys.stdout.write(f"{sweep_text(result, metric)}\n\n{advice(result)}\n")
 
 
 def _live(

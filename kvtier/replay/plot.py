@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvtier.errors import ConfigError, missing_extra
-from kvtier.replay.sweep import Sweep, decimal
+from kvtier.replay.sweep import Metric, Sweep, decimal
 
 _MARKS = "RFN*+o"
 
@@ -28,7 +28,7 @@ def text_plot(
             cells[height - 1 - round(value / top * (height - 1))][column] = marks[name]
     lines = []
     for i, row in enumerate(cells):
-        label = f"{top * (height - 1 - i) / (height - 1):6.1f} %" if i % 5 == 0 or i == height - 1 else " " * 8
+        label = f"{top * (height - 1 - i) / (height - 1):8.4g}" if i % 5 == 0 or i == height - 1 else " " * 8
         lines.append(f"{label} |{''.join(row)}")
     lines.append(" " * 9 + "+" + "-" * width)
     left, right = decimal(int(x[0])), decimal(int(x[-1]))
@@ -37,21 +37,23 @@ def text_plot(
     return "\n".join(lines)
 
 
-def sweep_text(result: Sweep) -> str:
-    curves = {codec.value: rates for codec, rates in result.hit_rate.items()}
-    return text_plot(result.sizes_bytes, curves, x_label=f"{result.tier}, bytes")
+def sweep_text(result: Sweep, metric: Metric) -> str:
+    """One metric of a sweep as text; the axis from 0."""
+    curves = {codec.value: curve for codec, curve in result.curves[metric].items()}
+    plot = text_plot(result.sizes_bytes, curves, x_label=f"{result.tier}, bytes")
+    return f"{metric.label}\n{plot}"
 
 
-def sweep_png(result: Sweep, path: Path, title: str) -> None:
-    """Write the curves to `path`. ImportError with the name of the extra where matplotlib is missing."""
+def sweep_png(result: Sweep, metric: Metric, path: Path, title: str) -> None:
+    """Write one metric of a sweep to `path`. ImportError with the name of the extra where matplotlib is missing."""
     png(
         path,
         title,
         [b / 1e9 for b in result.sizes_bytes],
-        {codec.value: rates for codec, rates in result.hit_rate.items()},
+        {codec.value: curve for codec, curve in result.curves[metric].items()},
         x_label=f"{result.tier}, GB",
-        y_label="blocks hit, %",
-        limit=result.ideal,
+        y_label=metric.label,
+        limit=result.ideal if metric is Metric.HIT_RATE else None,
     )
 
 
@@ -64,7 +66,6 @@ def png(
     x_label: str,
     y_label: str,
     limit: float | None = None,
-    log_x: bool = True,
 ) -> None:
     """Curves over `x`; `limit` is drawn as a dotted line."""
     try:
@@ -79,8 +80,7 @@ def png(
         axes.plot(x, curve, style, label=name, markersize=4)
     if limit is not None:
         axes.axhline(limit, linestyle=":", color="gray", label="unlimited")
-    if log_x:
-        axes.set_xscale("log")
+    axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-
-import numpy as np
+from enum import Enum
 
 from kvtier.errors import ConfigError
 from kvtier.replay.page import BlockBytes, ReplayCodec
-from kvtier.replay.simulate import cache_plan, run_open
+from kvtier.replay.report import ReplayInput, closed_report, open_report
+from kvtier.replay.simulate import Timing, cache_plan, run_closed, run_open
 from kvtier.replay.stack import UNLIMITED, Placement, TierPlan
 from kvtier.replay.trace import Trace
 
@@ -19,14 +19,52 @@ ENOUGH = 0.9
 """Share of what unlimited memory would give that the advice aims for: beyond it, doubling adds little."""
 
 
+class Metric(str, Enum):
+    """What a sweep shows. tier_share: of all hits, those from the swept tier. requests_completed: closed loops only."""
+
+    HIT_RATE = "hit_rate"
+    TIER_SHARE = "tier_share"
+    TTFT_P50 = "ttft_p50"
+    TTFT_P99 = "ttft_p99"
+    REQUESTS_COMPLETED = "requests_completed"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    Metric.HIT_RATE: "blocks hit, %",
+    Metric.TIER_SHARE: "hits from this tier, %",
+    Metric.TTFT_P50: "median time to first token, s",
+    Metric.TTFT_P99: "99th percentile of time to first token, s",
+    Metric.REQUESTS_COMPLETED: "requests completed",
+}
+
+Curve = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Run every point with so many users for so long, rather than at the arrivals of the trace."""
+
+    concurrency: int
+    duration_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """hit_rate[codec][i]: per cent, all tiers, with ``sizes_bytes[i]`` of the swept `tier`. ideal: without a limit."""
+    """curves[metric][codec][i]: with ``sizes_bytes[i]`` of the swept `tier`. Hit rates are per cent over all tiers;
+    `ideal` is the one without a limit."""
 
     tier: str
     sizes_bytes: tuple[int, ...]
-    hit_rate: dict[ReplayCodec, tuple[float, ...]]
+    curves: dict[Metric, dict[ReplayCodec, Curve]]
     ideal: float
+
+    @property
+    def hit_rate(self) -> dict[ReplayCodec, Curve]:
+        return self.curves[Metric.HIT_RATE]
 
     def smallest(self, codec: ReplayCodec, rate: float) -> int | None:
         """Index of the smallest swept size that reaches `rate`, if one does."""
@@ -48,22 +86,52 @@ def sweep(
     block_bytes: BlockBytes,
     sizes_bytes: tuple[int, ...],
     placement: Placement,
+    timing: Timing,
+    loop: ClosedLoop | None = None,
 ) -> Sweep:
     """Replay the trace with every size of the last tier, in every codec; the tiers above it stay as they are."""
     if len(trace.blocks) == 0:
         raise ConfigError("--sweep: the trace holds no block")
-    curves = {}
-    for codec in ReplayCodec:
-        nbytes = block_bytes(codec)
-        rates = []
-        for size in sizes_bytes:
-            stack = (*tiers[:-1], replace(tiers[-1], capacity_bytes=size))
-            counts = run_open(trace, cache_plan(stack, nbytes, placement))
-            rates.append(_rate(int(counts.hits.sum(dtype=np.int64)), trace))
-        curves[codec] = tuple(rates)
-    unlimited = (*tiers[:-1], replace(tiers[-1], capacity_bytes=UNLIMITED))
-    ideal = run_open(trace, cache_plan(unlimited, block_bytes(ReplayCodec.RAW), placement))
-    return Sweep(tiers[-1].name, sizes_bytes, curves, _rate(int(ideal.hits.sum(dtype=np.int64)), trace))
+
+    def point(codec: ReplayCodec, size: int) -> dict[Metric, float]:
+        return _point(
+            trace, (*tiers[:-1], replace(tiers[-1], capacity_bytes=size)), codec, block_bytes, placement, timing, loop
+        )
+
+    points = {codec: [point(codec, size) for size in sizes_bytes] for codec in ReplayCodec}
+    measured = points[ReplayCodec.RAW][0]
+    curves = {m: {codec: tuple(p[m] for p in row) for codec, row in points.items()} for m in Metric if m in measured}
+    return Sweep(tiers[-1].name, sizes_bytes, curves, point(ReplayCodec.RAW, UNLIMITED)[Metric.HIT_RATE])
+
+
+def _point(
+    trace: Trace,
+    tiers: tuple[TierPlan, ...],
+    codec: ReplayCodec,
+    block_bytes: BlockBytes,
+    placement: Placement,
+    timing: Timing,
+    loop: ClosedLoop | None,
+) -> dict[Metric, float]:
+    nbytes = block_bytes(codec)
+    plan = cache_plan(tiers, nbytes, placement)
+    speeds = timing.speeds(tiers, nbytes)
+    given = ReplayInput(trace, tiers, codec, nbytes)
+    if loop is None:
+        report = open_report(given, run_open(trace, plan), speeds)
+    else:
+        run = run_closed(trace, plan, speeds, loop.concurrency, loop.duration_s)
+        report = closed_report(given, run, loop.concurrency, loop.duration_s)
+    rates, ttft = report["hit_rate"], report["ttft_s"]
+    point = {
+        Metric.HIT_RATE: rates["total"],
+        Metric.TIER_SHARE: round(100 * rates[tiers[-1].name] / rates["total"], 2) if rates["total"] else 0.0,
+        Metric.TTFT_P50: ttft["p50"] or 0.0,
+        Metric.TTFT_P99: ttft["p99"] or 0.0,
+    }
+    if loop is not None:
+        point[Metric.REQUESTS_COMPLETED] = report["closed_loop"]["requests_completed"]
+    return point
 
 
 def advice(result: Sweep) -> str:
@@ -91,10 +159,6 @@ def decimal(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes} B"
-
-
-def _rate(hits: int, trace: Trace) -> float:
-    return round(100 * hits / len(trace.blocks), 3)
 
 
 def _two_digits(value: float) -> float:

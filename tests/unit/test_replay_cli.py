@@ -13,7 +13,7 @@ from kvtier.replay.formats import read_trace
 from kvtier.replay.live import run_live
 from kvtier.replay.page import ReplayCodec
 from kvtier.replay.stack import Placement, parse_tier
-from kvtier.replay.sweep import Sweep, advice, decimal, default_sizes
+from kvtier.replay.sweep import Metric, Sweep, advice, decimal, default_sizes
 
 
 def run(capsys: pytest.CaptureFixture[str], args: str) -> str:
@@ -107,6 +107,21 @@ def test_sweep_of_the_lower_tier_keeps_the_upper(capsys: pytest.CaptureFixture[s
         assert list(rates) == sorted(rates)
 
 
+def test_a_sweep_of_a_closed_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    args = (
+        "mooncake-synthetic --sweep --tier host:20GB --tier nvme:1TB --sizes 50GB,800GB --sessions 32 --duration 300s"
+    )
+    got = as_json(capsys, args)
+    for codec in ("raw", "fp8", "nvfp4"):
+        few, many = got["requests_completed"][codec]
+        assert few < many
+        assert got["ttft_p99"][codec][0] > got["ttft_p99"][codec][1]
+        assert 0 < got["tier_share"][codec][0] < 100
+    assert got["requests_completed"]["raw"][0] < got["requests_completed"]["nvfp4"][0]
+    shown = run(capsys, f"{args} --show requests_completed")
+    assert str(got["requests_completed"]["nvfp4"][1]) in shown
+
+
 def test_the_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "curve.png"
@@ -116,9 +131,10 @@ def test_the_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 def test_advice_where_the_sweep_is_too_small() -> None:
     rates: dict[ReplayCodec, tuple[float, ...]] = dict.fromkeys(ReplayCodec, (1.0, 2.0))
-    assert "buy more than this sweep covers" in advice(Sweep("nvme", (10**9, 10**10), rates, 50.0))
+    result = Sweep("nvme", (10**9, 10**10), {Metric.HIT_RATE: rates}, 50.0)
+    assert "buy more than this sweep covers" in advice(result)
     rates[ReplayCodec.NVFP4] = (1.0, 49.0)
-    assert "need more than 10 GB" in advice(Sweep("nvme", (10**9, 10**10), rates, 50.0))
+    assert "need more than 10 GB" in advice(result)
 
 
 def test_sizes_reach_from_a_small_part_to_all_blocks() -> None:
@@ -157,7 +173,9 @@ def test_the_live_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("mooncake-synthetic --model Qwen/Qwen3-8B --page mha:1x1x64", ("--model", "--page", "one of them")),
         ("mooncake-synthetic --bytes-per-token 1 --page-tokens 64", ("--page-tokens 64", "--model")),
         ("mooncake-synthetic --tier host:1MB", ("host", "1,000,000 bytes", "more")),
-        ("mooncake-synthetic --sweep --live", ("--sweep", "--live", "one of them")),
+        ("mooncake-synthetic --sweep --live", ("--sweep", "--live", "remove")),
+        ("mooncake-synthetic --show ttft_p99", ("--show ttft_p99", "--sweep")),
+        ("mooncake-synthetic --sweep --show requests_completed", ("--show requests_completed", "--sessions")),
         ("mooncake-synthetic --plot x.png", ("--plot x.png", "--sweep")),
         ("mooncake-synthetic --duration 5s", ("--duration 5s", "--sessions")),
         ("mooncake-synthetic --sessions 2 --duration soon", ("--duration soon", "such as")),
