@@ -28,7 +28,7 @@ class Lookup:
         self.origins: dict[int, str] = {}
         self.loading: dict[bytes, int] = {}
         self.misses: dict[int, MissReason] = {}
-        self.superseded: Counter[MissReason] = Counter()
+        self.superseded: dict[bytes, MissReason] = {}
         self.asked = time.monotonic()
         self.deadline = self.asked + deadline_s
         self.held = False
@@ -60,7 +60,7 @@ class Lookup:
     def tally(self, host: str) -> tuple[Counter[str], Counter[MissReason]]:
         """Hits by tier and misses by reason: every page that was ever asked for, exactly once."""
         hits: Counter[str] = Counter()
-        misses = Counter(self.superseded)
+        misses = Counter(self.superseded.values())
         ready = self.ready_pages
         for i, (key, pin) in enumerate(zip(self.keys, self.pins, strict=True)):
             if i < ready:
@@ -73,6 +73,21 @@ class Lookup:
                 misses[self.misses[i]] += 1
         return hits, misses
 
+    def use(self, pages: int) -> list[Slot]:
+        """The request starts with its first `pages` pages, which must be ready: the rest become misses for good.
+        Returns the pins of the rest, for release."""
+        ready = self.ready_pages
+        released = []
+        for i in range(pages, len(self.keys)):
+            pin, self.pins[i] = self.pins[i], None
+            if pin is not None:
+                released.append(pin[0])
+            if i not in self.misses:
+                waited_for = i < ready or self.keys[i] in self.loading
+                self.misses[i] = MissReason.DEADLINE if waited_for else MissReason.AFTER_GAP
+        self.loading = {}
+        return released
+
     def replace(self, keys: Sequence[bytes]) -> list[Slot]:
         """Ask for `keys` instead. Pages asked before and not now are counted as superseded, and their pins returned for
         release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
@@ -83,6 +98,7 @@ class Lookup:
         for i, key in enumerate(self.keys):
             j = old.pop(key, -1)
             if j < 0:
+                self.superseded.pop(key, None)
                 continue
             self.pins[i] = pins[j]
             if j in origins:
@@ -92,8 +108,8 @@ class Lookup:
             if key in loading:
                 self.loading[key] = i
         released = []
-        for j in old.values():
-            self.superseded[misses.get(j, MissReason.SUPERSEDED)] += 1
+        for key, j in old.items():
+            self.superseded[key] = misses.get(j, MissReason.SUPERSEDED)
             pin = pins[j]
             if pin is not None:
                 released.append(pin[0])

@@ -142,14 +142,16 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
-        for request in list(self.asked):
-            self.store.settle(request)
-        assert self.store.open_requests() == []
-        assert self.store.flush(10.0)
-        self.check_sums()
-        for tier in (self.store.host, *self.store.lower):
-            check_usage(tier.usage())
-        self.store.close()
+        try:
+            for request in list(self.asked):
+                self.store.settle(request)
+            assert self.store.open_requests() == []
+            assert self.store.flush(10.0)
+            self.check_sums()
+            for tier in (self.store.host, *self.store.lower):
+                check_usage(tier.usage())
+        finally:
+            self.store.close()
 
 
 def check_usage(usage: TierUsage) -> None:
