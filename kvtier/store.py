@@ -14,7 +14,18 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvtier.abc.tier import SLOT_ALIGN, GetStatus, PageMeta, PutItem, PutStatus, Removal, Slot, StagingTier, Tier
+from kvtier.abc.tier import (
+    LENGTH_UNKNOWN,
+    SLOT_ALIGN,
+    GetStatus,
+    PageMeta,
+    PutItem,
+    PutStatus,
+    Removal,
+    Slot,
+    StagingTier,
+    Tier,
+)
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import Lookup
@@ -68,6 +79,11 @@ class TieredStore:
         self._room = threading.Condition()
         self._closed = False
         self._promoter = WorkerPool("kvtier-promote", promote_threads, partial(self._worker_error, "promote"))
+        self._shared = tuple(t for t in self.lower if t.capabilities.shared)
+        # Threads of their own: a server that does not answer must not hold up the pages of local disks.
+        self._asker = WorkerPool(
+            "kvtier-shared", promote_threads if self._shared else 0, partial(self._worker_error, "promote")
+        )
         self._spillers = {t.name: WorkerPool(f"kvtier-spill-{t.name}", 1, partial(self._worker_error, "spill")) for t in lower}
         for tier in (host, *lower):
             self.ledger.watch(tier.name, tier.usage)
@@ -160,9 +176,16 @@ class TieredStore:
             self._classify(lookup)
             return lookup
 
-    def hold(self, lookup: Lookup) -> None:
-        """The request is being loaded: its pins no longer expire."""
-        lookup.held = True
+    def hold(self, lookup: Lookup, pages: int | None = None) -> None:
+        """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
+        pages: what arrives from now on is too late for it, and must not be counted as a hit."""
+        with self._lock:
+            lookup.held = True
+            if pages is None:
+                return
+            self._stop_waiting(lookup)
+            released = lookup.use(pages)
+        self._unpin(released)
 
     def wait(self, lookup: Lookup, timeout_s: float | None = None) -> int:
         """Block until nothing more can extend the ready prefix (or `timeout_s`); returns the ready pages. For callers
@@ -188,15 +211,19 @@ class TieredStore:
             if lookup is None:
                 return
             hits, misses = lookup.tally(self.host.name)
-            for key in lookup.loading:
-                waiting = self._promoting.get(key)
-                if waiting is not None and lookup in waiting:
-                    waiting.remove(lookup)
+            self._stop_waiting(lookup)
             lookup.loading = {}
             slots = [pin[0] for pin in lookup.pins if pin is not None]
             lookup.pins = [None] * len(lookup.keys)
             self.ledger.settle(hits, misses)
         self._unpin(slots)
+
+    def _stop_waiting(self, lookup: Lookup) -> None:
+        """Promotions under way go on without `lookup`. Call with the lock held."""
+        for key in lookup.loading:
+            waiting = self._promoting.get(key)
+            if waiting is not None and lookup in waiting:
+                waiting.remove(lookup)
 
     def open_requests(self) -> list[str]:
         """Requests that were looked up and not settled."""
@@ -208,12 +235,15 @@ class TieredStore:
         for i, pin in zip(unknown, self.host.pin_many([lookup.keys[i] for i in unknown]), strict=True):
             lookup.pins[i] = pin
         below = self._find_below([(i, lookup.keys[i]) for i in unknown if lookup.pins[i] is None])
+        # What only a shared tier can have is asked for by a worker, and counts as on its way until that knows.
+        maybe = {i for i in unknown if self._shared and lookup.pins[i] is None and i not in below}
         reach = next(
             (i for i, key in enumerate(lookup.keys)
-             if lookup.pins[i] is None and i not in below and key not in lookup.loading),
+             if lookup.pins[i] is None and i not in below and i not in maybe and key not in lookup.loading),
             len(lookup.keys),
         )  # fmt: skip
         promote: dict[str, list[bytes]] = {}
+        ask: list[bytes] = []
         released = []
         for i in unknown:
             key = lookup.keys[i]
@@ -223,27 +253,69 @@ class TieredStore:
                     released.append(slot)
             elif lookup.pins[i] is not None:
                 continue
-            elif i in below:
-                lookup.origins[i] = below[i]
+            elif i in below or i in maybe:
+                if i in below:
+                    lookup.origins[i] = below[i]
                 lookup.loading[key] = i
                 waiting = self._promoting.get(key)
-                if waiting is None:
-                    self._promoting[key] = [lookup]
+                if waiting is not None:
+                    waiting.append(lookup)
+                    continue
+                self._promoting[key] = [lookup]
+                if i in below:
                     promote.setdefault(below[i], []).append(key)
                 else:
-                    waiting.append(lookup)
+                    ask.append(key)
             else:
                 lookup.misses[i] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
         self._unpin(released)
         for name, keys in promote.items():
-            for at in range(0, len(keys), _PROMOTE_BATCH):
-                batch = keys[at : at + _PROMOTE_BATCH]
-                if not self._promoter.submit(partial(self._promote, name, batch)):
-                    self._arrived(dict.fromkeys(batch, MissReason.DEADLINE))
+            self._start_promotion(self._promoter, name, keys)
+        if ask and not self._asker.submit(partial(self._ask_shared, lookup, ask)):
+            self._arrived(dict.fromkeys(ask, MissReason.DEADLINE))
+
+    def _start_promotion(self, workers: WorkerPool, name: str, keys: list[bytes]) -> None:
+        for at in range(0, len(keys), _PROMOTE_BATCH):
+            batch = keys[at : at + _PROMOTE_BATCH]
+            if not workers.submit(partial(self._promote, name, batch)):
+                self._arrived(dict.fromkeys(batch, MissReason.DEADLINE))
+
+    def _ask_shared(self, lookup: Lookup, keys: list[bytes]) -> None:
+        """Look for pages, in prefix order, in the shared tiers; promote those that extend the prefix, and let go of those
+        behind a gap that no other request waits for. Runs in a worker."""
+        outcome: dict[bytes, MissReason | None] = dict.fromkeys(keys, MissReason.TIER_DOWN)
+        found: dict[bytes, str] = {}
+        try:
+            missing: dict[bytes, MissReason | None] = {}
+            for tier in self._shared:
+                left = [key for key in keys if key not in found]
+                for key, nbytes in zip(left, tier.length_many(left), strict=True):
+                    if nbytes >= 0:
+                        found[key] = tier.name
+                    elif missing.get(key) is not MissReason.TIER_DOWN:
+                        missing[key] = self._why_missing(key, nbytes)
+            gap = next((at for at, key in enumerate(keys) if key not in found), len(keys))
+            with self._lock:
+                behind = [k for k in keys[gap:] if k in found and self._promoting.get(k, []) in ([], [lookup])]
+            for key in behind:
+                del found[key]
+            outcome = missing | dict.fromkeys(behind, MissReason.AFTER_GAP)
+        finally:
+            self._arrived({key: reason for key, reason in outcome.items() if key not in found})
+        for name in dict.fromkeys(found.values()):
+            self._start_promotion(self._asker, name, [key for key in keys if found.get(key) == name])
+
+    def _why_missing(self, key: bytes, nbytes: int) -> MissReason:
+        if nbytes == LENGTH_UNKNOWN:
+            return MissReason.TIER_DOWN
+        return MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
 
     def _find_below(self, pages: list[tuple[int, bytes]]) -> dict[int, str]:
+        """The local tier that has each page. Index only."""
         found: dict[int, str] = {}
         for tier in self.lower:
+            if tier.capabilities.shared:
+                continue
             left = [(i, key) for i, key in pages if i not in found]
             for (i, _), has in zip(left, tier.contains_many([key for _, key in left]), strict=True):
                 if has:
@@ -261,6 +333,8 @@ class TieredStore:
                 left = [key for key in left if outcome[key] not in (None, MissReason.NO_ROOM)]
                 if not left:
                     break
+        except ClosedError:  # the store is closing: nobody will use the pages
+            outcome = dict.fromkeys(keys, MissReason.DEADLINE)
         finally:
             self._arrived(outcome)
 
@@ -269,7 +343,7 @@ class TieredStore:
         here = []
         for key, nbytes in zip(keys, tier.length_many(keys), strict=True):
             if nbytes < 0:
-                outcome[key] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
+                outcome[key] = self._why_missing(key, nbytes)
             else:
                 here.append((key, nbytes))
         fill: list[tuple[bytes, Slot]] = []
@@ -299,17 +373,20 @@ class TieredStore:
         if committed:
             self.host.commit_many([k for k, _, _ in committed], [s for _, s, _ in committed], [m for _, _, m in committed])
             outcome.update({key: None for key, _, _ in committed})
-            self._hand_over([key for key, _, _ in committed])
+            self._hand_over(tier.name, [key for key, _, _ in committed])
             self._unpin([slot for _, slot, _ in committed])
         return outcome
 
-    def _hand_over(self, keys: Sequence[bytes]) -> None:
+    def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
         """Pin committed pages for the requests that wait for them, while their writer still pins them."""
         with self._changed:
             for key in keys:
                 for lookup in self._promoting.pop(key, ()):
-                    i = lookup.loading.pop(key)
+                    i = lookup.loading.pop(key, -1)
+                    if i < 0:
+                        continue  # it asks for other pages by now
                     (lookup.pins[i],) = self.host.pin_many([key])
+                    lookup.origins[i] = name
                     if lookup.pins[i] is None:
                         lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
             self._changed.notify_all()
@@ -319,7 +396,9 @@ class TieredStore:
         with self._changed:
             for key, reason in outcome.items():
                 for lookup in self._promoting.pop(key, ()):
-                    i = lookup.loading.pop(key)
+                    i = lookup.loading.pop(key, -1)
+                    if i < 0:
+                        continue  # it asks for other pages by now
                     if reason is None:
                         (lookup.pins[i],) = self.host.pin_many([key])
                     if lookup.pins[i] is None:
@@ -336,7 +415,7 @@ class TieredStore:
             self._closed = True
             requests = list(self._lookups)
         give_up = time.monotonic() + timeout_s
-        for pool in (self._promoter, *self._spillers.values()):
+        for pool in (self._promoter, self._asker, *self._spillers.values()):
             if not pool.close(max(0.05, give_up - time.monotonic())):
                 _log.warning("store closed while a tier was still busy: pages not yet written below are lost there")
         for request_id in requests:

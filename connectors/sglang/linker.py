@@ -186,7 +186,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if known is None or known.first != transfer.keys[0] or known.lookup.ready_pages < pages:
             return False
         page_ids = self._pool.page_ids(transfer.device_indices, pages)
-        self._store.hold(known.lookup)
+        self._store.hold(known.lookup, pages)
         self._queued[rid] = _Load(known.lookup, page_ids)
         return True
 
