@@ -10,7 +10,8 @@ from kvtier.kernels import _native
 ENCODE_OVER_MEMCPY = 0.65
 DECODE_OVER_MEMCPY = 1.2
 TWO_THREADS_OVER_ONE = 1.6
-ATTEMPTS = 3
+ATTEMPTS = 5
+SLACK = 0.5
 
 
 def measured() -> dict[str, float]:
@@ -26,11 +27,11 @@ def measured() -> dict[str, float]:
 @pytest.mark.speed
 @pytest.mark.skipif(_native.isas() == ["scalar"], reason="the bounds are those of a vector unit")
 def test_bf16_pages_against_memcpy() -> None:
-    """Best of three, because a neighbour on the machine slows one side of a ratio only."""
+    """Best of a few, because a neighbour on the machine slows one side of a ratio only."""
     best: dict[str, float] = {}
     for _ in range(ATTEMPTS):
         for name, share in measured().items():
             best[name] = max(best.get(name, 0.0), share)
-        if min(best.values()) >= 1:
-            break
-    assert min(best.values()) >= 0.5, best
+        if min(best.values()) >= SLACK:
+            return
+    raise AssertionError(f"shares of the bounds: {best}, all must reach {SLACK}")
