@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvtier.replay.formats import BUNDLED, TraceFormat, bundled_path, read_trace
+from kvtier.replay.formats import TraceFormat, bundled_path, read_trace
 
 
 def main(directory: Path) -> None:
-    for name in BUNDLED:
+    for name in ("mooncake-conversation", "mooncake-synthetic"):
         source = directory / f"{name.removeprefix('mooncake-')}_trace.jsonl"
         trace = read_trace(str(source), TraceFormat.MOONCAKE)
         target = bundled_path(name)

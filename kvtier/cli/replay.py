@@ -33,6 +33,7 @@ class Format(str, Enum):
     AUTO = "auto"
     MOONCAKE = "mooncake"
     WEKA = "weka"
+    PROMPTS = "prompts"
     RECORDED = "recorded"
     COMPACT = "compact"
 
@@ -58,7 +59,10 @@ class Show(str, Enum):
 
 def replay(
     trace: Annotated[
-        str, typer.Argument(help="A file, a directory of weka sessions, mooncake-conversation or mooncake-synthetic.")
+        str,
+        typer.Argument(
+            help="A file, a directory of sessions, or mooncake-conversation, mooncake-synthetic, agent-sessions."
+        ),
     ],
     kind: Annotated[Format, typer.Option("--format", help="Of the trace; auto looks at its beginning.")] = Format.AUTO,
     tier: Annotated[
@@ -102,7 +106,8 @@ def replay(
         GlobalScale, typer.Option(help="Of nvfp4 pages of --model or --page.", rich_help_panel=PAGES)
     ] = GlobalScale.PAGE,
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one block of a mooncake trace; default 512.", rich_help_panel=PAGES)
+        int | None,
+        typer.Option(help="Tokens in one block of a mooncake (512) or prompts (64) trace.", rich_help_panel=PAGES),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Replay only this many requests from the beginning.")] = None,
     sessions: Annotated[

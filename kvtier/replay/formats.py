@@ -7,6 +7,9 @@ weka: the traces of kv-cache-tester, one JSON object per session, in a file, in 
 files: `id`, `block_size` (64), `hash_id_scope` (``local``, the default: ids mean nothing outside their session; or
 ``global``), and `requests` with `t` (s since the session began), `in`, `out`, `hash_ids`, `think_time` and `api_time`
 (s). An entry of type ``subagent`` holds `requests` of its own.
+
+prompts: JSON lines in a file, or .jsonl files in a directory: `timestamp` (us), `session_id`, `input` (the whole
+prompt), `output`. There is no tokenizer here: four characters count as one token.
 """
 
 from __future__ import annotations
@@ -23,25 +26,29 @@ from kvtier.replay.recorded import read_recorded
 from kvtier.replay.trace import Request, Trace
 
 BUNDLED = {
-    "mooncake-conversation": "mooncake-conversation.npz",
-    "mooncake-synthetic": "mooncake-synthetic.npz",
+    "mooncake-conversation": "traces/mooncake-conversation.npz",
+    "mooncake-synthetic": "traces/mooncake-synthetic.npz",
+    "agent-sessions": "agent_sessions",
 }
 """Traces in the package, by the name that stands for their path."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 WEKA_BLOCK_TOKENS = 64
+PROMPTS_BLOCK_TOKENS = 64
+CHARACTERS_PER_TOKEN = 4
 
 
 class TraceFormat(str, Enum):
     AUTO = "auto"
     MOONCAKE = "mooncake"
     WEKA = "weka"
+    PROMPTS = "prompts"
     RECORDED = "recorded"
     COMPACT = "compact"
 
 
 def bundled_path(name: str) -> Path:
-    return Path(__file__).parents[1] / "data" / "traces" / BUNDLED[name]
+    return Path(__file__).parents[1] / "data" / BUNDLED[name]
 
 
 def read_trace(
@@ -54,7 +61,7 @@ def read_trace(
     """
     path = Path(source).expanduser()
     if not path.exists() and source in BUNDLED:
-        return Trace.load(bundled_path(source))
+        path, kind = bundled_path(source), TraceFormat.AUTO
     if not path.exists():
         raise ConfigError(f"trace {source!r} does not exist; give a file, a directory or one of {', '.join(BUNDLED)}")
     if kind is TraceFormat.AUTO:
@@ -66,6 +73,8 @@ def read_trace(
             return read_recorded(path)
         if kind is TraceFormat.WEKA:
             trace = _read_weka(path, session_gap_s)
+        elif kind is TraceFormat.PROMPTS:
+            trace = _read_prompts(path, block_tokens or PROMPTS_BLOCK_TOKENS)
         else:
             trace = _read_mooncake(path, block_tokens or MOONCAKE_BLOCK_TOKENS)
     except OSError as error:
@@ -77,7 +86,7 @@ def read_trace(
 
 def _detect(path: Path) -> TraceFormat:
     if path.is_dir():
-        return TraceFormat.WEKA
+        return TraceFormat.PROMPTS if any(path.glob("*.jsonl")) else TraceFormat.WEKA
     try:
         with path.open("rb") as file:
             head = file.read(1 << 16)
@@ -89,7 +98,7 @@ def _detect(path: Path) -> TraceFormat:
     if RECORDED_FORMAT.encode() in line:
         return TraceFormat.RECORDED
     if b'"timestamp"' in line and b'"requests"' not in line:
-        return TraceFormat.MOONCAKE
+        return TraceFormat.PROMPTS if b'"input"' in line else TraceFormat.MOONCAKE
     if b'"requests"' in head:
         return TraceFormat.WEKA
     raise ConfigError(
@@ -198,6 +207,35 @@ def _entries(session: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [_a_dict(entry, where) for entry in entries]
 
 
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def _read_prompts(path: Path, block_tokens: int) -> Trace:
+    requests = []
+    size = block_tokens * CHARACTERS_PER_TOKEN
+    ids: dict[tuple[int, str], int] = {}
+    sessions: dict[str, int] = {}
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for number, line in enumerate(file.read_bytes().splitlines(), 1):
+            where = f"trace {str(file)!r}, line {number}"
+            entry = _object(line, where)
+            text, output = _text(entry, "input", where), _text(entry, "output", where)
+            chain = [-1]
+            for at in range(0, len(text), size):
+                chain.append(ids.setdefault((chain[-1], text[at : at + size]), len(ids)))
+            session = _text(entry, "session_id", where)
+            requests.append(
+                Request(
+                    _number(entry, "timestamp", where) / 1e6,
+                    -(-len(text) // CHARACTERS_PER_TOKEN),
+                    -(-len(output) // CHARACTERS_PER_TOKEN),
+                    chain[1:],
+                    sessions.setdefault(session, len(sessions)),
+                )
+            )
+    return Trace.of(requests, block_tokens)
+
+
 # -- fields ----------------------------------------------------------------------------------------------------------
 
 
@@ -230,3 +268,10 @@ def _ids(entry: dict[str, Any], where: str) -> list[int]:
     if not isinstance(values, list) or not all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in values):
         raise ConfigError(f"{where}: 'hash_ids' must be a list of integers of at most 64 bits")
     return values
+
+
+def _text(entry: dict[str, Any], field: str, where: str) -> str:
+    value = entry.get(field)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {field!r} must be a text, got {type(value).__name__}")
+    return value

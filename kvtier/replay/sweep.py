@@ -77,7 +77,7 @@ def default_sizes(trace: Trace, block_bytes: int, points: int = POINTS) -> tuple
         raise ConfigError(f"--points {points}: give a number from 2 up")
     whole = trace.unique_blocks * block_bytes
     sizes = [whole * _SPAN ** (i / (points - 1) - 1) for i in range(points)]
-    return tuple(max(math.ceil(_two_digits(s)), block_bytes) for s in sizes)
+    return tuple(sorted({max(math.ceil(_two_digits(s)), block_bytes) for s in sizes}))
 
 
 def sweep(

@@ -82,17 +82,17 @@ class Trace:
 
     def head(self, requests: int) -> Trace:
         """The first `requests` requests."""
-        end = self.offsets[: requests + 1][-1]
+        ids, blocks = np.unique(self.blocks[: self.offsets[: requests + 1][-1]], return_inverse=True)
         return Trace(
             self.block_tokens,
-            self.blocks[:end],
+            blocks.astype(np.int32),
             self.offsets[: requests + 1],
             self.times_s[:requests],
             self.input_tokens[:requests],
             self.output_tokens[:requests],
             self.sessions[:requests],
             self.think_s[:requests],
-            self.unique_blocks,
+            len(ids),
         )
 
     @staticmethod

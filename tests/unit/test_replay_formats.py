@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError, TierPathError
-from kvtier.replay.formats import BUNDLED, TraceFormat, bundled_path, read_trace
+from kvtier.replay.formats import TraceFormat, bundled_path, read_trace
 from kvtier.replay.recorded import LookupRecorder
 from kvtier.replay.trace import Trace
 
@@ -59,6 +59,13 @@ def test_mooncake(tmp_path: Path) -> None:
     assert trace.sessions.tolist() == [0, 1, 2]
     assert blocks(trace) == [[0, 1], [0], [0, 1, 2]]
     assert trace.unique_blocks == 3
+
+
+def test_the_head_of_a_trace(tmp_path: Path) -> None:
+    head = read_trace(lines(tmp_path / "t.jsonl", *MOONCAKE, MOONCAKE[0])).head(3)
+    assert (head.requests, head.unique_blocks) == (3, 2)
+    assert blocks(head) == [[0, 1], [0, 1], [0]]
+    assert head.head(9).requests == 3
 
 
 def test_mooncake_with_other_blocks(tmp_path: Path) -> None:
@@ -161,6 +168,34 @@ def test_a_bad_session_is_named(tmp_path: Path, sessions: list[dict[str, Any]], 
     with pytest.raises(ConfigError, match=words) as error:
         read_trace(weka_directory(tmp_path, *sessions))
     assert f"trace_{len(sessions) - 1:04}.json" in str(error.value)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts(tmp_path: Path) -> None:
+    def turn(us: int, text: str, session: str = "a") -> dict[str, Any]:
+        return {"timestamp": us, "session_id": session, "input": text, "output": "fivee"}
+
+    first, second = "x" * 600, "x" * 600 + "y" * 200
+    lines(tmp_path / "1.jsonl", turn(2_000_000, second), turn(1_000_000, first))
+    lines(tmp_path / "2.jsonl", turn(3_000_000, "z" * 256 + "x" * 256, "b"))
+    trace = read_trace(str(tmp_path))
+    assert trace.block_tokens == 64
+    assert trace.times_s.tolist() == [1, 2, 3]
+    assert trace.sessions.tolist() == [0, 0, 1]
+    assert trace.input_tokens.tolist() == [150, 200, 128]
+    assert trace.output_tokens.tolist() == [2, 2, 2]
+    # The third block of `first` is not full; the second one of the last prompt has another prefix.
+    assert same_pattern(blocks(trace), [["x1", "x2", "x3"], ["x1", "x2", "xy3", "y4"], ["z1", "zx2"]])
+    with pytest.raises(ConfigError, match="line 1: 'input' must be a text"):
+        read_trace(lines(tmp_path / "3.jsonl", {"timestamp": 1, "session_id": "a", "input": 3}), TraceFormat.PROMPTS)
+
+
+def test_agent_sessions_share_their_prefixes() -> None:
+    trace = read_trace("agent-sessions")
+    assert len(set(trace.sessions.tolist())) == 2
+    assert trace.unique_blocks < len(trace.blocks) / 2
 
 
 # -- recorded ----------------------------------------------------------------------------------------------------------
@@ -301,7 +336,7 @@ def test_a_damaged_compact_trace_is_refused(tmp_path: Path) -> None:
             read_trace(str(tmp_path / "t.npz"))
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", ["mooncake-conversation", "mooncake-synthetic"])
 def test_bundled_traces_are_prefix_trees(name: str) -> None:
     trace = read_trace(name)
     parents: dict[int, int] = {}

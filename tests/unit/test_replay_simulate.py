@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import _native
-from kvtier.replay.formats import BUNDLED, read_trace
+from kvtier.replay.formats import read_trace
 from kvtier.replay.page import ReplayCodec, from_bytes_per_token
 from kvtier.replay.reference import CachePlan, Counts, Speeds
 from kvtier.replay.simulate import Implementation, Timing, cache_plan, idle_ttft_s, run_closed, run_open
@@ -61,7 +61,7 @@ def hits(trace: Trace, plan: CachePlan) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def mooncake() -> dict[str, Trace]:
-    return {name.removeprefix("mooncake-"): read_trace(name) for name in BUNDLED}
+    return {name: read_trace(f"mooncake-{name}") for name in ("conversation", "synthetic")}
 
 
 # -- the public figures ----------------------------------------------------------------------------------------------
