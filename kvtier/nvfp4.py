@@ -31,7 +31,7 @@ def quantize(x: Any, global_scale_log2: int = 0) -> tuple[Any, Any]:
     Raises CodecError if d is not a multiple of 16, or x holds NaN or infinity.
     """
     bits, name, from_torch = _bits(x)
-    _check_k(global_scale_log2, name)
+    k = _checked_k(global_scale_log2, name)
     if bits.ndim < 1 or bits.shape[-1] % GROUP:
         raise CodecError(
             f"the last dimension of x, of shape {tuple(bits.shape)}, is not a multiple of {GROUP}; pad it with zeros, "
@@ -39,7 +39,7 @@ def quantize(x: Any, global_scale_log2: int = 0) -> tuple[Any, Any]:
         )
     data = np.empty((*bits.shape[:-1], bits.shape[-1] // 2), np.uint8)
     scales = np.empty((*bits.shape[:-1], bits.shape[-1] // GROUP), np.uint8)
-    if not _native.quantize(bits.reshape(-1), _CODES[name], global_scale_log2, data.reshape(-1), scales.reshape(-1)):
+    if not _native.quantize(bits.reshape(-1), _CODES[name], k, data.reshape(-1), scales.reshape(-1)):
         where = np.argwhere(~np.isfinite(_floats(bits, name)))[0]
         raise CodecError(
             f"x holds NaN or infinity, first at index {tuple(int(i) for i in where)}; NVFP4 cannot represent them: "
@@ -55,7 +55,7 @@ def dequantize(data: Any, scales: Any, dtype: Any, global_scale_log2: int = 0) -
     `data`; numpy has no BF16, there ``"bf16"`` gives its bits as uint16.
     """
     name = _dtype_name(dtype)
-    _check_k(global_scale_log2, name)
+    k = _checked_k(global_scale_log2, name)
     packed, from_torch = _bytes(data, "data")
     steps, _ = _bytes(scales, "scales")
     if packed.ndim < 1 or packed.shape[:-1] != steps.shape[:-1] or packed.shape[-1] != steps.shape[-1] * 8:
@@ -67,10 +67,10 @@ def dequantize(data: Any, scales: Any, dtype: Any, global_scale_log2: int = 0) -
     code = _CODES[name]
     if name == "fp32":
         values = np.empty(shape, np.float32)
-        _native.dequantize(packed.reshape(-1), steps.reshape(-1), code, global_scale_log2, values.reshape(-1))
+        _native.dequantize(packed.reshape(-1), steps.reshape(-1), code, k, values.reshape(-1))
         return _to_torch(values) if from_torch else values
     bits = np.empty(shape, np.uint16)
-    _native.dequantize(packed.reshape(-1), steps.reshape(-1), code, global_scale_log2, bits.reshape(-1))
+    _native.dequantize(packed.reshape(-1), steps.reshape(-1), code, k, bits.reshape(-1))
     if not from_torch:
         return bits if name == "bf16" else bits.view(np.float16)
     import torch
@@ -78,10 +78,11 @@ def dequantize(data: Any, scales: Any, dtype: Any, global_scale_log2: int = 0) -
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16 if name == "bf16" else torch.float16)
 
 
-def _check_k(k: object, name: str) -> None:
+def _checked_k(k: object, name: str) -> int:
     low, high = _K_LIMITS[name]
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not low <= int(k) <= high:
         raise CodecError(f"global_scale_log2 = {k!r}: must be an integer in [{low}, {high}] for {name}")
+    return int(k)
 
 
 def _is_torch(x: Any) -> bool:

@@ -50,6 +50,11 @@ def test_strided_input_is_taken_in_its_own_order() -> None:
     np.testing.assert_array_equal(nvfp4.quantize(y)[0], nvfp4.quantize(y.copy())[0])
 
 
+def test_k_may_be_a_numpy_integer() -> None:
+    x = np.ones((1, 16), np.float32)
+    np.testing.assert_array_equal(nvfp4.quantize(x, int(np.int8(-3)))[1], nvfp4.quantize(x, np.int8(-3))[1])
+
+
 def test_empty_is_empty() -> None:
     data, scales = nvfp4.quantize(np.empty((0, 32), np.float32))
     assert data.shape == (0, 16) and scales.shape == (0, 2)
