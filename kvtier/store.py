@@ -281,32 +281,40 @@ class TieredStore:
                 self._arrived(dict.fromkeys(batch, MissReason.DEADLINE))
 
     def _ask_shared(self, lookup: Lookup, keys: list[bytes]) -> None:
-        """Look for pages, in prefix order, in the shared tiers; promote those that extend the prefix, and let go of those
-        behind a gap that no other request waits for. Runs in a worker."""
+        """Look for pages, in prefix order, in the shared tiers; promote those that extend the prefix, and let go of
+        those behind a gap that no other request waits for. Runs in a worker."""
         outcome: dict[bytes, MissReason | None] = dict.fromkeys(keys, MissReason.TIER_DOWN)
-        found: dict[bytes, str] = {}
+        promote: dict[str, list[bytes]] = {}
         try:
-            missing: dict[bytes, MissReason | None] = {}
-            for tier in self._shared:
-                left = [key for key in keys if key not in found]
-                for key, nbytes in zip(left, tier.length_many(left), strict=True):
-                    if nbytes >= 0:
-                        found[key] = tier.name
-                    elif missing.get(key) is not MissReason.TIER_DOWN:
-                        missing[key] = self._why_missing(key, nbytes)
+            found, missing = self._find_shared(keys)
             gap = next((at for at, key in enumerate(keys) if key not in found), len(keys))
             with self._lock:
                 behind = [k for k in keys[gap:] if k in found and self._promoting.get(k, []) in ([], [lookup])]
-            for key in behind:
-                del found[key]
-            outcome = missing | dict.fromkeys(behind, MissReason.AFTER_GAP)
+            outcome = {**missing, **dict.fromkeys(behind, MissReason.AFTER_GAP)}
+            for key in keys:
+                if key not in outcome:
+                    promote.setdefault(found[key], []).append(key)
         finally:
-            self._arrived({key: reason for key, reason in outcome.items() if key not in found})
-        for name in dict.fromkeys(found.values()):
-            self._start_promotion(self._asker, name, [key for key in keys if found.get(key) == name])
+            self._arrived(outcome)
+        for name, wanted in promote.items():
+            self._start_promotion(self._asker, name, wanted)
 
-    def _why_missing(self, key: bytes, nbytes: int) -> MissReason:
-        if nbytes == LENGTH_UNKNOWN:
+    def _find_shared(self, keys: list[bytes]) -> tuple[dict[bytes, str], dict[bytes, MissReason]]:
+        """The shared tier that has each page, and why no other page was found. Blocks for the network."""
+        found: dict[bytes, str] = {}
+        down: set[bytes] = set()
+        for tier in self._shared:
+            left = [key for key in keys if key not in found]
+            for key, nbytes in zip(left, tier.length_many(left), strict=True):
+                if nbytes >= 0:
+                    found[key] = tier.name
+                elif nbytes == LENGTH_UNKNOWN:
+                    down.add(key)
+        missing = {key: self._why_missing(key, key in down) for key in keys if key not in found}
+        return found, missing
+
+    def _why_missing(self, key: bytes, down: bool) -> MissReason:
+        if down:
             return MissReason.TIER_DOWN
         return MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
 
@@ -343,7 +351,7 @@ class TieredStore:
         here = []
         for key, nbytes in zip(keys, tier.length_many(keys), strict=True):
             if nbytes < 0:
-                outcome[key] = self._why_missing(key, nbytes)
+                outcome[key] = self._why_missing(key, nbytes == LENGTH_UNKNOWN)
             else:
                 here.append((key, nbytes))
         fill: list[tuple[bytes, Slot]] = []

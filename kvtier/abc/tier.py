@@ -22,6 +22,10 @@ SLOT_ALIGN = 4096
 """Slots of local tiers start at multiples of this, so that O_DIRECT can move them as they are."""
 
 
+LENGTH_ABSENT = -1
+LENGTH_UNKNOWN = -2
+
+
 class PutStatus(Enum):
     """What became of one page offered to a tier."""
 
@@ -138,7 +142,8 @@ class Tier(ABC):
 
     @abstractmethod
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
-        """Length of each page in bytes, -1 where absent. Index only where the tier is local: fast, no data read."""
+        """Length of each page in bytes, LENGTH_ABSENT where there is none. Index only where the tier is local: fast, no
+        data read. A shared tier asks its servers, and answers LENGTH_UNKNOWN for those that do not answer."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return [n >= 0 for n in self.length_many(keys)]

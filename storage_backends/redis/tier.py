@@ -18,6 +18,8 @@ from typing import Any
 
 from kvtier.abc.tier import (
     KEY_BYTES,
+    LENGTH_ABSENT,
+    LENGTH_UNKNOWN,
     GetResult,
     GetStatus,
     PutItem,
@@ -146,13 +148,19 @@ class RedisTier(Tier):
         return results
 
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
-        """Asks the servers for the headers: one round trip. A value that does not start with the right one is not
-        there; a server that does not answer has nothing."""
+        """Asks the servers for the headers: one round trip. A value that does not start with the right one is absent."""
         for key in keys:
             _check_key(key)
         with self._gate:
             found = self._headers(keys)
-        return [header.nbytes if isinstance(header, RecordHeader) else -1 for header in found]
+        return [
+            header.nbytes
+            if isinstance(header, RecordHeader)
+            else LENGTH_ABSENT
+            if header is None or header is _NO_RECORD
+            else LENGTH_UNKNOWN
+            for header in found
+        ]
 
     def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
         for key in keys:

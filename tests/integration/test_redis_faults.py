@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.abc.tier import GetStatus, PutItem, PutStatus
+from kvtier.abc.tier import LENGTH_UNKNOWN, GetStatus, PutItem, PutStatus
 from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.storage_backends.redis.topology import slot_of
@@ -171,7 +171,7 @@ def test_a_server_that_is_not_there_yet(tmp_path: Path, caplog: pytest.LogCaptur
     assert "no server answers" in caplog.text
     assert put(tier, range(2)) == [PutStatus.FAILED] * 2
     assert get(tier, range(2)) == [GetStatus.FAILED] * 2
-    assert tier.length_many([key_of(0)]) == [-1]
+    assert tier.length_many([key_of(0)]) == [LENGTH_UNKNOWN]
     server = RedisServer(tmp_path, *LRU, port=port)
     try:
         wait_for(lambda: put(tier, range(1)) == [PutStatus.STORED], "the server is not found", 5.0)
