@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.options import at_least, check_sizes, check_writable
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,5 +115,9 @@ def demo(
 
 
 def _runner(engine: Engine) -> Callable[[DemoOptions, Console], DemoResult]:
+    if importlib.util.find_spec(_RUN[engine]) is None:
+        raise ConfigError(
+            f"--engine {engine.value} is not part of this version: use --engine {Engine.TRANSFORMERS.value}"
+        )
     run: Callable[[DemoOptions, Console], DemoResult] = importlib.import_module(_RUN[engine]).run
     return run
