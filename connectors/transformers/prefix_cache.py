@@ -107,6 +107,7 @@ class PrefixCache:
         lookup = self.store.lookup(request_id, self.mover.namespace.page_keys(hashes))
         try:
             pages = self.store.wait(lookup)
+            self.store.hold(lookup, pages)
             arrays: list[torch.Tensor] = []
             while pages:
                 arrays = self._empty(pages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,43 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         assert balanced(prefixes) == {"host": 2, "corrupt": 1, "after_gap": 2}
         assert prefixes.offload(ids, cache).result(20).ok
         assert prefixes.restore("next", ids).tokens == 5 * PAGE
+
+
+def test_a_disk_that_is_too_slow_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(), tokens(4 * PAGE + 1)
+    with open_cache(model, block(tmp_path)) as prefixes:
+        store(prefixes, model, ids)
+    with open_cache(model, block(tmp_path, promote_deadline="100ms")) as prefixes:
+        (disk,) = prefixes.store.lower
+        answer, go = disk.get_many_into, threading.Event()
+
+        def slow(*args: Any) -> Any:
+            go.wait(10)
+            return answer(*args)
+
+        monkeypatch.setattr(disk, "get_many_into", slow)
+        start = time.monotonic()
+        restored = prefixes.restore("r", ids)
+        assert time.monotonic() - start < 5
+        assert (restored.tokens, restored.pages) == (0, {})
+        go.set()
+        assert balanced(prefixes) == {"deadline": 4}
+        monkeypatch.undo()
+        deadline = time.monotonic() + 10
+        while prefixes.restore(f"again {time.monotonic()}", ids).tokens < 4 * PAGE:
+            assert time.monotonic() < deadline
+        counts = balanced(prefixes)
+        assert sum(counts.values()) % 4 == 0
+
+
+def test_pages_that_arrive_after_the_wait_are_no_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(), tokens(4 * PAGE + 1)
+    with open_cache(model, block(tmp_path)) as prefixes:
+        store(prefixes, model, ids)
+        wait = prefixes.store.wait
+        monkeypatch.setattr(prefixes.store, "wait", lambda lookup: min(1, wait(lookup)))
+        assert prefixes.restore("r", ids).tokens == PAGE
+        assert balanced(prefixes) == {"host": 1, "deadline": 3}
 
 
 def test_a_failing_decoder_means_recompute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
