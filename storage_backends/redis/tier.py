@@ -138,8 +138,10 @@ class RedisTier(Tier):
     ) -> list[GetResult]:
         if len(keys) != len(outs):
             raise SpecError(f"{len(keys)} keys for {len(outs)} buffers")
-        for key in keys:
+        for key, out in zip(keys, outs, strict=True):
             _check_key(key)
+            if out.readonly:
+                raise SpecError(f"the buffer for page {key.hex()} cannot be written")
         until = _until(deadline_s)
         results = [GetResult(GetStatus.FAILED)] * len(keys)
         with self._gate:

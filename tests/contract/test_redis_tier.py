@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.abc.tier import GetStatus, Tier
 from kvtier.storage_backends.redis.options import RedisOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.testing.pages import belongs, key_of
@@ -55,6 +56,12 @@ class TestRedisTier(TierTests):
     test_a_capacity_of_one_slot = None  # type: ignore[assignment]
     test_the_listener_hears_of_every_removal = None  # type: ignore[assignment]
     test_right_bytes_under_a_wrong_key_are_corrupt = None  # type: ignore[assignment]  # refused at the door, see below
+
+    def test_a_buffer_that_cannot_be_written_is_refused_and_nothing_stays_pinned(self, tier: Tier) -> None:
+        put(tier, [1])
+        with pytest.raises(ValueError, match="cannot be written"):
+            tier.get_many_into([key_of(1)], [memoryview(bytes(PAGE_BYTES))])
+        assert get(tier, key_of(1))[0].status is GetStatus.HIT
 
     def test_a_persistent_tier_is_found_again(self, tmp_path: Path) -> None:
         tier = self.make_tier(tmp_path, CAPACITY_BYTES)
