@@ -93,7 +93,9 @@ class Driver:
 
         self.engine = sglang.Engine(**arguments)
 
-    async def one(self, rid: str, ids: list[int], tokens: int, abort_after_s: float | None, more: dict[str, Any]) -> Any:
+    async def one(
+        self, rid: str, ids: list[int], tokens: int, abort_after_s: float | None, more: dict[str, Any]
+    ) -> Any:
         """Generate greedily; `ttft_s` is the time to the first streamed token."""
         start = time.perf_counter()
         first: float | None = None

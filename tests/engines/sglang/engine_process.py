@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -104,10 +106,8 @@ class EngineProcess:
 
     def kill(self) -> None:
         """kill -9 on every process of the engine at once."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._reap()
 
     def stop(self) -> None:
@@ -115,10 +115,8 @@ class EngineProcess:
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
     def _reap(self) -> None:
@@ -135,8 +133,6 @@ class EngineProcess:
         return self._read(120.0)["answer"]
 
     def _read(self, limit_s: float) -> dict[str, Any]:
-        import select
-
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if ready else ""

@@ -34,9 +34,7 @@ RAW = {"algorithm": "quantization_for_cold_page", "quant": "none"}
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def config(
-    nvme: Path | None = None, *, host: str = "16MiB", raw: bool = True, **more: Any
-) -> dict[str, Any]:
+def config(nvme: Path | None = None, *, host: str = "16MiB", raw: bool = True, **more: Any) -> dict[str, Any]:
     tiers: list[dict[str, Any]] = [{"type": "host", "capacity": host}]
     if nvme is not None:
         tiers.append({"type": "nvme", "path": str(nvme), "capacity": "64MiB"})
@@ -118,7 +116,7 @@ class Engine:
         self.pool.register_layer_transfer_counter(self.cache.linker.layer_done_counter)
         self.free_at_start = self.allocator.available_size()
 
-    # -- device pages ------------------------------------------------------------------------------------------------
+    # -- device pages -------------------------------------------------------------------------------------------
 
     def _rows(self, slots: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         if not self.hnd:
@@ -135,7 +133,9 @@ class Engine:
             ]
         return [(self._rows(slots, k), self._rows(slots, v)) for k, v in zip(keys, values, strict=True)]
 
-    def compute(self, tokens: Sequence[int], *, extra_key: str | None = None, salt: str | None = None, seed: int = 0) -> Rows:
+    def compute(
+        self, tokens: Sequence[int], *, extra_key: str | None = None, salt: str | None = None, seed: int = 0
+    ) -> Rows:
         """Stand in for a prefill: fill pages with random values and insert them. Waits until they are offloaded."""
         slots = self.allocator.alloc(len(tokens))
         draw = torch.Generator().manual_seed(seed)
@@ -146,7 +146,7 @@ class Engine:
             else:
                 buffer[slots] = values
         rows = self.read(slots)
-        self.cache.insert(InsertParams(key=_key(tokens, extra_key, salt), value=slots))
+        self.cache.insert(InsertParams(key=key_of(tokens, extra_key, salt), value=slots))
         self.offloaded()
         return rows
 
@@ -161,7 +161,7 @@ class Engine:
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.fill_(-7.0)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------
 
     def request(self, rid: str, tokens: Sequence[int], *, extra_key: str | None = None, salt: str | None = None) -> Req:
         """A queued request: looked up once, as the hook does. One more token than `tokens` is still to be computed."""
@@ -200,7 +200,7 @@ class Engine:
     def close(self) -> None:
         self.cache.release_host_resources()
 
-    # -- what is left ----------------------------------------------------------------------------------------------------
+    # -- what is left -------------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Any:
@@ -246,7 +246,9 @@ def same(got: Rows, want: Rows, tokens: int) -> bool:
     """Bit equality of the first `tokens` tokens of every layer's K and V."""
     bits = {2: torch.int16, 4: torch.int32}
     return len(got) == len(want) and all(
-        torch.equal(a[:tokens].contiguous().view(bits[a.element_size()]), b[:tokens].contiguous().view(bits[b.element_size()]))
+        torch.equal(
+            a[:tokens].contiguous().view(bits[a.element_size()]), b[:tokens].contiguous().view(bits[b.element_size()])
+        )
         for pair_a, pair_b in zip(got, want, strict=True)
         for a, b in zip(pair_a, pair_b, strict=True)
     )
@@ -260,7 +262,7 @@ def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
         time.sleep(0.002)
 
 
-def _key(tokens: Sequence[int], extra_key: str | None, salt: str | None) -> RadixKey:
+def key_of(tokens: Sequence[int], extra_key: str | None = None, salt: str | None = None) -> RadixKey:
     return RadixKey(token_ids=array("q", tokens), extra_key=extra_key, cache_salt=salt)
 
 

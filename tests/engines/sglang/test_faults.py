@@ -41,8 +41,6 @@ def test_a_page_that_is_bad_on_disk_is_recomputed_and_counted(start: Any, tiny: 
     computed = first.compute(TOKENS)
     keys = first.linker._namespace.page_keys(_hashes(first, TOKENS))
     first.close()
-    third = first.read  # the bytes of page 2, to find them on disk
-    del third
     _flip_on_disk(tmp_path, first, computed, page=2)
 
     second = start(tiny, config(tmp_path))
@@ -84,9 +82,9 @@ def test_a_page_that_turns_bad_after_the_load_started_fails_the_batch_only(start
 def test_a_worker_that_fails_mid_load_fails_the_batch_only(
     start: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from .harness import config, same
-
     from kvtier.connectors.sglang.loads import BatchLoad
+
+    from .harness import config, same
 
     engine = start(tiny, config())
     computed = engine.compute(TOKENS)
@@ -168,29 +166,56 @@ def test_flush_keeps_stored_pages_and_drops_everything_else(start: Any, tiny: Pa
 
 
 def test_flush_while_pages_are_being_copied(start: Any, tiny: Path) -> None:
-    from .harness import config, same
+    from .harness import config
 
     engine = start(tiny, config())
-    for i in range(4):
-        engine.offloaded_later = engine.compute  # the offload of each is waited for below
-        tokens = [i * 50 + j for j in range(48)]
+    prompts = [[i * 50 + j for j in range(48)] for i in range(8)]
+    for i, tokens in enumerate(prompts):
         slots = engine.allocator.alloc(48)
         for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
             buffer[slots] = float(i + 1)
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-
-        from .harness import _key
-
-        engine.cache.insert(InsertParams(key=_key(tokens, None, None), value=slots))
+        engine.cache.insert(_insert(tokens, slots))
     engine.flush()  # overwrites device memory at once
     assert engine.cache.linker.pending_offloads == []
-    for i in range(4):
-        restored = engine.admit(engine.request(f"r{i}", [i * 50 + j for j in range(48)]))
-        if restored.loaded:
-            rows = restored.forward()
-            assert all((t == float(i + 1)).all() for pair in rows for t in pair)
-            assert restored.finish()
-    assert same([], [], 0)
+    for i, tokens in enumerate(prompts):
+        restored = engine.admit(engine.request(f"r{i}", tokens))
+        assert restored.loaded == 48
+        assert all((t == float(i + 1)).all() for pair in restored.forward() for t in pair)
+        assert restored.finish()
+    engine.assert_nothing_held()
+
+
+def test_a_flush_does_not_wait_for_ever_and_stores_nothing_wrong(
+    start: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.connectors.sglang import linker
+
+    from .harness import config
+
+    engine = start(tiny, config(workers=1))
+    prompts = [[i * 50 + j for j in range(48)] for i in range(8)]
+    monkeypatch.setattr(linker, "_DRAIN_S", 0.2)
+    real = engine.linker._mover._encode
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.15)
+        return real(*args)
+
+    monkeypatch.setattr(engine.linker._mover, "_encode", slow)
+    for i, tokens in enumerate(prompts):
+        slots = engine.allocator.alloc(48)
+        for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
+            buffer[slots] = float(i + 1)
+        engine.cache.insert(_insert(tokens, slots))
+    begin = time.monotonic()
+    engine.flush()
+    assert time.monotonic() - begin < 0.9  # all of them would take 1.2 s
+    outcomes = engine.counts.offloads
+    assert outcomes["failed"] > 0 and outcomes["stored"] > 0 and outcomes["failed"] + outcomes["stored"] == 24
+    for i, tokens in enumerate(prompts):
+        restored = engine.admit(engine.request(f"r{i}", tokens))
+        assert all((t == float(i + 1)).all() for pair in restored.forward() for t in pair)
+        assert restored.finish()
     engine.assert_nothing_held()
 
 
@@ -220,8 +245,41 @@ def test_a_request_waits_for_its_pages_but_not_past_the_deadline(
     assert restored.loaded == 0
     assert second.counts.misses["deadline"] == 8
     time.sleep(1.0)  # the promotion ends behind the request's back
-    assert second.admit(second.request("later", TOKENS)).loaded == len(TOKENS)
-    assert second.counts.lookups == 8 or second.counts.misses["deadline"] == 8
+    later = second.admit(second.request("later", TOKENS))
+    assert later.loaded == len(TOKENS)
+    later.forward()
+    assert later.finish()
+    assert second.counts.misses["deadline"] == 8 and second.counts.hits == {"host": 8, "nvme": 0}
+    second.assert_nothing_held()
+
+
+def test_what_arrives_while_a_part_is_being_loaded_is_not_called_a_hit(
+    start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .harness import config, same
+
+    tokens = list(range(5, 5 + 24 * 16))
+    first = start(tiny, config(tmp_path))
+    computed = first.compute(tokens)
+    keys = first.linker._namespace.page_keys(_hashes(first, tokens))
+    first.close()
+
+    second = start(tiny, config(tmp_path, promote_deadline="300ms"))
+    slow = second.linker._store.lower[0]
+    real = slow.get_many_into
+
+    def late(asked: Any, *args: Any, **kwargs: Any) -> Any:
+        if keys[20] in asked:
+            time.sleep(0.8)
+        return real(asked, *args, **kwargs)
+
+    monkeypatch.setattr(slow, "get_many_into", late)
+    restored = second.admit(second.request("again", tokens))
+    assert restored.loaded == 16 * 16
+    time.sleep(0.8)
+    assert same(restored.forward(), computed, restored.loaded) and restored.finish()
+    assert second.counts.hits == {"host": 0, "nvme": 16} and second.counts.misses["deadline"] == 8
+    second.assert_nothing_held()
 
 
 def test_aborts_at_every_stage_leave_nothing_behind(start: Any, tiny: Path, tmp_path: Path) -> None:
@@ -248,7 +306,9 @@ def test_aborts_at_every_stage_leave_nothing_behind(start: Any, tiny: Path, tmp_
         assert restored.finish()
     engine.assert_nothing_held()
     usage = engine.linker._store.host.usage()
-    assert usage.recovered_pages + usage.stored_pages - usage.evicted_pages - usage.deleted_pages == usage.resident_pages
+    assert (
+        usage.recovered_pages + usage.stored_pages - usage.evicted_pages - usage.deleted_pages == usage.resident_pages
+    )
     assert engine.allocator.available_size() == engine.free_at_start
     _every_page_can_be_evicted(engine)
 
@@ -268,26 +328,36 @@ def _every_page_can_be_evicted(engine: Any) -> None:
     assert resident <= 64
 
 
+def _insert(tokens: list[int], slots: Any) -> Any:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    from .harness import key_of
+
+    return InsertParams(key=key_of(tokens), value=slots)
+
+
 def _match(engine: Any, tokens: list[int]) -> Any:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-    from .harness import _key
+    from .harness import key_of
 
-    return MatchPrefixParams(key=_key(tokens, None, None))
+    return MatchPrefixParams(key=key_of(tokens))
 
 
 def _hashes(engine: Any, tokens: list[int]) -> list[bytes]:
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-    from .harness import _key
+    from .harness import key_of
 
-    return [bytes.fromhex(h) for h in get_storage_hash_str(_key(tokens, None, None), None, page_size=engine.page)]
+    return [bytes.fromhex(h) for h in get_storage_hash_str(key_of(tokens), None, page_size=engine.page)]
 
 
 def _flip_on_disk(folder: Path, engine: Any, rows: Any, *, page: int) -> None:
     """Flip one bit of the first K row of `page` wherever the segment files hold it."""
+    import torch
+
     first = rows[0][0][page * engine.page].contiguous().view(-1)
-    needle = first.view(dtype=__import__("torch").uint8).numpy().tobytes()[:32]
+    needle = first.view(dtype=torch.uint8).numpy().tobytes()[:32]
     found = 0
     for path in stored_pages(folder):
         data = bytearray(path.read_bytes())

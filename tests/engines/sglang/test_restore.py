@@ -32,6 +32,7 @@ def start() -> Iterator[Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_raw_pages_come_back_bit_for_bit(start: Any, tiny: Path, hnd: bool, page: int, dtype: str) -> None:
     import torch
+
     from .harness import config, same
 
     engine = start(tiny, config(), page=page, hnd=hnd, dtype=getattr(torch, dtype), pages=512 if page == 1 else 32)
@@ -50,6 +51,7 @@ def test_raw_pages_come_back_bit_for_bit(start: Any, tiny: Path, hnd: bool, page
 
 def test_nvfp4_pages_come_back_close(start: Any, tiny: Path) -> None:
     import torch
+
     from .harness import config
 
     engine = start(tiny, config(raw=False))
@@ -124,6 +126,7 @@ def test_another_salt_extra_key_or_adapter_finds_nothing(start: Any, tiny: Path)
 @pytest.mark.parametrize("change", ["model", "salt", "dtype", "page", "codec"])
 def test_another_engine_finds_nothing(start: Any, tiny: Path, other: Path, tmp_path: Path, change: str) -> None:
     import torch
+
     from .harness import config
 
     first = start(tiny, config(tmp_path))

@@ -1,0 +1,234 @@
+"""What is refused before anything starts, and what the flags become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("engine_hooks")
+
+
+def parse(*arguments: str) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    return prepare_server_args(["--model-path", "some/model", "--device", "cpu", *arguments])
+
+
+def test_the_flag_becomes_the_engines_own_options(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: [{type: host, capacity: 1GiB}]\n")
+    args = parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
+    assert args.page_size == 64
+    assert args.enable_unified_cache_external_linker
+    assert args.unified_cache_external_linker_config == {
+        "linker": "KVTierLinker",
+        "linker_module_path": "kvtier.connectors.sglang.linker",
+        "linker_extra_config": {"config_file": str(file)},  # the path only: the file may hold passwords
+    }
+    assert parse("--kv-connector", "kvtier", "--page-size", "16").page_size == 16
+    assert parse("--kv-connector", "kvtier", "--page-size", "1").page_size == 1
+
+
+def test_without_the_flag_nothing_changes() -> None:
+    args = parse()
+    assert args.page_size is None and not args.enable_unified_cache_external_linker
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--enable-hierarchical-cache",), "--enable-hierarchical-cache = True"),
+        (("--disable-radix-cache",), "--disable-radix-cache = True"),
+        (("--tp-size", "2"), "--tp-size = 2"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype = 'fp8_e4m3'"),
+        (("--speculative-algorithm", "EAGLE"), "--speculative-algorithm = 'EAGLE'"),
+        (("--enable-lmcache",), "--enable-lmcache = True"),
+        (("--kv-connector-config", "/does/not/exist"), "/does/not/exist"),
+    ],
+)
+def test_excluded_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
+    from kvtier.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        parse("--kv-connector", "kvtier", *arguments)
+
+
+def test_every_excluded_option_exists_in_the_engine() -> None:
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    from kvtier.connectors.sglang.options import EXCLUDED, TAKEN
+
+    fields = {field.name for field in record_fields(ServerArgs)}
+    assert {e.option for e in (*EXCLUDED, *TAKEN)} <= fields
+
+
+def test_a_config_without_the_connector_is_refused(tmp_path: Path) -> None:
+    from kvtier.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="without --kv-connector"):
+        parse("--kv-connector-config", str(tmp_path))
+
+
+def test_a_mistake_in_the_config_file_is_named(tmp_path: Path) -> None:
+    from kvtier.errors import ConfigError
+
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: [{type: host, capacity: -1GiB}]\n")
+    with pytest.raises(ConfigError, match="capacity"):
+        parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
+
+
+def test_requests_may_not_be_held_longer_than_the_engine_lets_them_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.errors import ConfigError
+
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")
+    with pytest.raises(ConfigError, match=r"promote_deadline = 2\.0 s"):
+        parse("--kv-connector", "kvtier")
+
+
+def test_every_hook_was_applied() -> None:
+    from kvtier.connectors.sglang import hooks
+
+    hooks.check_engine()
+    hooks.verify_installed((*hooks.argument_hooks(), *hooks.scheduler_hooks()))
+
+
+def test_a_hook_that_was_not_applied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvtier.connectors.sglang import hooks
+    from kvtier.errors import EngineError
+
+    target = hooks.scheduler_hooks()[0].target
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+    with pytest.raises(EngineError, match=rf"{target} was not hooked.*works with SGLang 0\.5\.23"):
+        hooks.verify_installed(hooks.scheduler_hooks())
+
+
+def test_another_version_or_signature_is_refused_and_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvtier.connectors.sglang import hooks
+    from kvtier.errors import EngineError
+
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.6.0")
+    with pytest.raises(EngineError, match=r"SGLang 0\.6\.0 is installed.*0\.5\.23"):
+        hooks.check_engine()
+    monkeypatch.undo()
+
+    def other(self: Any, request: Any) -> None: ...
+
+    monkeypatch.setattr(Scheduler, "_prefetch_kvcache", other)
+    before = {target: len(found) for target, found in HookRegistry._hooks.items()}
+    with pytest.raises(EngineError, match="_prefetch_kvcache takes"):
+        hooks.install(hooks.scheduler_hooks())
+    assert before == {target: len(found) for target, found in HookRegistry._hooks.items()}
+
+
+def test_keyword_arguments_of_the_engine() -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    block = {"tiers": [{"type": "host", "capacity": "1GiB"}]}
+    args = Engine.server_args_class(model_path="m", device="cpu", kv_connector="kvtier", kv_connector_config=block)
+    assert args.page_size == 64
+    assert args.unified_cache_external_linker_config["linker_extra_config"] == {"config": block}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_cache_layout": "vectorized_5d"}, "layout 'vectorized_5d'"),
+        ({"page_size": 32}, "pages of 32 tokens"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+    ],
+)
+def test_pools_that_cannot_be_served_are_named(change: dict[str, Any], words: str) -> None:
+    import torch
+
+    from kvtier.connectors.sglang.pools import DevicePool
+    from kvtier.errors import EngineError
+
+    buffer = torch.zeros(32, 2, 16)
+    plain = {
+        "kv_cache_layout": "nhd",
+        "page_size": 16,
+        "dtype": torch.float32,
+        "store_dtype": torch.float32,
+        "k_buffer": [buffer],
+        "v_buffer": [buffer],
+    }
+    kind = type("MHATokenToKVPool", (SimpleNamespace,), {})
+    assert DevicePool.of(kind(**plain), 16).layers == 1
+    with pytest.raises(EngineError, match=words):
+        DevicePool.of(kind(**{**plain, **change}), 16)
+    with pytest.raises(EngineError, match="KV pool is a MLATokenToKVPool"):
+        DevicePool.of(type("MLATokenToKVPool", (SimpleNamespace,), {})(**plain), 16)
+
+
+def test_slots_that_are_not_whole_pages_are_refused() -> None:
+    import torch
+
+    from kvtier.connectors.sglang.pools import DevicePool
+    from kvtier.errors import EngineError
+
+    buffer = torch.zeros(64, 2, 16)
+    kind = type("MHATokenToKVPool", (SimpleNamespace,), {})
+    pool = DevicePool.of(
+        kind(
+            kv_cache_layout="nhd",
+            page_size=4,
+            dtype=torch.float32,
+            store_dtype=torch.float32,
+            k_buffer=[buffer],
+            v_buffer=[buffer],
+        ),
+        4,
+    )
+    assert pool.page_ids(torch.tensor([8, 9, 10, 11, 4, 5, 6, 7]), 2).tolist() == [2, 1]
+    for slots in ([9, 10, 11, 12], [8, 9, 11, 10], [8, 9, 10]):
+        with pytest.raises(EngineError):
+            pool.page_ids(torch.tensor(slots), 1)
+
+
+def test_the_queue_keeps_its_order_around_held_requests() -> None:
+    from kvtier.connectors.sglang import hold
+
+    class Linker:
+        started: list[str] = []  # noqa: RUF012
+
+        def waits(self, rid: str) -> bool:
+            return rid in ("b", "d")
+
+        def request_started(self, rid: str) -> None:
+            self.started.append(rid)
+
+        def drop_all_but(self, waiting: Any) -> None:
+            self.kept = list(waiting)
+
+    linker = Linker()
+    requests = {rid: SimpleNamespace(rid=rid) for rid in "abcdef"}
+    scheduler = SimpleNamespace(
+        tree_cache=SimpleNamespace(linker=SimpleNamespace(cache_linker=linker)),
+        waiting_queue=[requests[rid] for rid in "abcd"],
+    )
+
+    def original(scheduler: Any, delayer: Any, running: Any) -> Any:
+        assert [r.rid for r in scheduler.waiting_queue] == ["a", "c"]
+        scheduler.waiting_queue = [requests["c"], requests["e"]]  # `a` was admitted, `e` arrived
+        return SimpleNamespace(reqs=[requests["a"]]), running
+
+    hold.build_batch(original, scheduler, None, None)
+    assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"] == linker.kept
+    assert linker.started == ["a"]
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("the engine's own")
+
+    with pytest.raises(RuntimeError):
+        hold.build_batch(failing, scheduler, None, None)
+    assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"]
