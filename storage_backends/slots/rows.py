@@ -16,7 +16,6 @@ FIXED = np.dtype(
     [
         ("offset", np.int64),
         ("nbytes", np.int64),
-        ("extent", np.int64),
         ("valid_tokens", np.int32),
         ("form", np.int32),
         ("spec", np.int32),
@@ -24,8 +23,7 @@ FIXED = np.dtype(
     ],
     align=True,
 )
-"""offset of the slot in the space; nbytes of the record; extent: start of the slot's extent; spec: index into the
-table's fingerprints."""
+"""offset of the slot in the space; nbytes of the record; spec: index into the table's fingerprints."""
 
 FREE, FILLING, STAGED, LIVE, DOOMED = range(5)
 """FILLING: reserved. STAGED: filled, described, not yet visible. DOOMED: removed, its slot still pinned."""
@@ -34,7 +32,8 @@ _FIRST_ROWS = 1024
 
 
 class Rows:
-    """`count` rows; grows by half. `stamp` orders rows by last use, `pins` counts holders, `state` is one of above."""
+    """`count` rows; grows by half. `extent` is where the slot's extent starts, `stamp` orders rows by last use,
+    `pin` counts holders, `state` is one of the above."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -43,6 +42,7 @@ class Rows:
         self._resize(_FIRST_ROWS)
 
     fixed: npt.NDArray[np.void]
+    _extents: npt.NDArray[np.int64]
     stamps: npt.NDArray[np.int64]
     pins: npt.NDArray[np.int32]
     states: npt.NDArray[np.int8]
@@ -72,18 +72,21 @@ class Rows:
 
     def _resize(self, size: int) -> None:
         fixed = np.zeros(size, FIXED)
+        extents = np.zeros(size, np.int64)
         stamps, pins, states = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int8)
         if self.count:
             fixed[: self.count] = self.fixed[: self.count]
+            extents[: self.count] = self._extents[: self.count]
             stamps[: self.count] = self.stamps[: self.count]
             pins[: self.count] = self.pins[: self.count]
             states[: self.count] = self.states[: self.count]
+        self._extents = extents
         self.fixed, self.stamps, self.pins, self.states = fixed, stamps, pins, states
         self._keys.extend(bytes(size * KEY_BYTES - len(self._keys)))
         self._raw = memoryview(fixed.view(np.uint8))
         self.offset, self.nbytes = memoryview(fixed["offset"]), memoryview(fixed["nbytes"])
         self.valid_tokens, self.form = memoryview(fixed["valid_tokens"]), memoryview(fixed["form"])
-        self.spec, self.extent = memoryview(fixed["spec"]), memoryview(fixed["extent"])
+        self.spec, self.extent = memoryview(fixed["spec"]), memoryview(extents)
         self.stamp, self.pin, self.state = memoryview(stamps), memoryview(pins), memoryview(states)
 
 

@@ -148,7 +148,7 @@ class SlotTable:
     def pin(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
         """Pin published pages and make them the most recently used, in the order of `keys`."""
         found = self.find(keys)
-        present = np.array([row for row in found if row >= 0], np.int64)
+        present = np.array([row for row in found if row >= 0] if -1 in found else found, np.int64)
         if not len(present):
             return [None] * len(keys)
         np.add.at(self._rows.pins, present, 1)
@@ -260,7 +260,7 @@ class SlotTable:
         specs, origin, new = self._specs, self._origins.get, tuple.__new__
         return [
             (new(Slot, (row, at, nbytes)), new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""))))
-            for row, (at, nbytes, _, valid, form, spec, check) in zip(
+            for row, (at, nbytes, valid, form, spec, check) in zip(
                 rows.tolist(), self._rows.fixed[rows].tolist(), strict=True
             )
         ]
