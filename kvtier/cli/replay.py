@@ -68,8 +68,8 @@ def replay(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME:SIZE[,bandwidth=6GB/s][,latency=200us][,ttl=1h][,policy=lru|fifo|s3fifo]; GB is decimal, GiB "
-            "binary, SIZE may be unlimited. Repeatable, fastest first. Without it: memory without end."
+            help="NAME:SIZE and, after commas, bandwidth=6GB/s, latency=200us, ttl=1h, policy=lru (or fifo, s3fifo). GB is "
+            "decimal, GiB binary, SIZE may be unlimited. Repeatable, fastest first. Without it: memory without end."
         ),
     ] = None,
     codec: Annotated[Codec, typer.Option(help="How pages are stored.")] = Codec.NVFP4,
@@ -89,7 +89,7 @@ def replay(
     page: Annotated[
         str | None,
         typer.Option(
-            help="Geometry: mha:LAYERSxHEADSxDIM, mla:LAYERSxDIM or mla:LAYERSxDIM+INDEX_LAYERSxBYTES_PER_TOKEN.",
+            help="Geometry: mha:36x8x128 (layers, KV heads, dim), mla:61x576, or with index keys mla:79x576+22x132.",
             rich_help_panel=PAGES,
         ),
     ] = None,
