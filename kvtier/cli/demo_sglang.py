@@ -167,6 +167,7 @@ def _engine(options: dict[str, Any], threads: int) -> Iterator[Any]:
     """A real engine on the CPU, warmed up."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # SGLang's, about accelerators that are not there
     import sglang
 
     engine = sglang.Engine(

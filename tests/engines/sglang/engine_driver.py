@@ -72,11 +72,11 @@ def patch_loads(marker: Path) -> None:
 
     real = BatchLoad.layer_done
 
-    def layer_done(batch: BatchLoad, layer: int) -> None:
+    def layer_done(self: BatchLoad, layer: int) -> None:
         if layer == 1 and marker.exists():
             marker.unlink()
             raise OSError("injected by a test")
-        real(batch, layer)
+        real(self, layer)
 
     BatchLoad.layer_done = layer_done  # type: ignore[method-assign]
 
