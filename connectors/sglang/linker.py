@@ -31,6 +31,7 @@ from kvtier.keys import Namespace
 from kvtier.lookup import Lookup
 from kvtier.mover import OffloadResult, OnboardResult, PageMover, Ticket, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
 from kvtier.workers import WorkerPool
 
@@ -136,12 +137,19 @@ class KVTierLinker(UnifiedCacheLinker):
         )
         self._store: TieredStore = open_store(config)
         self.ledger = self._store.ledger
-        self._mover = self._new_mover()
-        self._watchers = WorkerPool("kvtier-load-watch", 1, lambda error: self.count_error("load", error))
         self._http: HttpExporter | None = None
-        if config.http is not None:
-            self._http = HttpExporter(self.ledger.registry, HttpOptions(host=config.http.host, port=config.http.port))
-            _log.info("kvtier metrics on %s/metrics", self._http.url)
+        try:
+            self._mover = self._new_mover()
+            if config.http is not None:
+                nbytes = self._mover.layout(self._codec).cold_page_bytes
+                self._http = HttpExporter(
+                    self.ledger.registry, HttpOptions.of(config.http), ready=lambda: store_ready(self._store, nbytes)
+                )
+                _log.info("kvtier metrics on %s/metrics", self._http.url)
+        except BaseException:
+            self._store.close()
+            raise
+        self._watchers = WorkerPool("kvtier-load-watch", 1, lambda error: self.count_error("load", error))
         _log.info(
             "kvtier: namespace %s, pages of %d tokens, %d bytes hot",
             self._namespace.digest.hex()[:16],

@@ -163,7 +163,15 @@ class Engine:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def request(self, rid: str, tokens: Sequence[int], *, extra_key: str | None = None, salt: str | None = None) -> Req:
+    def request(
+        self,
+        rid: str,
+        tokens: Sequence[int],
+        *,
+        extra_key: str | None = None,
+        salt: str | None = None,
+        lora: str | None = None,
+    ) -> Req:
         """A queued request: looked up once, as the hook does. One more token than `tokens` is still to be computed."""
         req = Req(
             rid=rid,
@@ -173,6 +181,7 @@ class Engine:
             vocab_size=512,
             extra_key=extra_key,
             cache_salt=salt,
+            lora_id=lora,
         )
         req.init_next_round_input(self.cache)
         return req

@@ -123,6 +123,37 @@ def test_another_salt_extra_key_or_adapter_finds_nothing(start: Any, tiny: Path)
     assert engine.admit(engine.request("5", tokens, salt="a", extra_key="x")).loaded == 64
 
 
+def test_requests_of_another_adapter_find_nothing(start: Any, tiny: Path) -> None:
+    from .harness import config
+
+    engine = start(tiny, config())
+    tokens = list(range(5, 69))
+    adapter, another = "a" * 32, "b" * 32
+    engine.compute(tokens, extra_key=adapter)  # what SGLang keys the pages of a request with this adapter by
+    engine.flush()
+    assert engine.admit(engine.request("1", tokens, lora=another)).loaded == 0
+    assert engine.admit(engine.request("2", tokens)).loaded == 0
+    found = engine.admit(engine.request("3", tokens, lora=adapter))
+    found.forward()
+    assert found.loaded == 64 and found.finish()
+
+
+def test_an_adapter_is_known_by_its_content(tiny: Path, other: Path, tmp_path: Path) -> None:
+    import shutil
+    from types import SimpleNamespace
+
+    from kvtier.connectors.sglang.identity import lora_fingerprint
+
+    def fingerprint(content: Path) -> str:
+        folder = tmp_path / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(content, folder)
+        return lora_fingerprint([SimpleNamespace(lora_id="1" * 32, lora_name="x", lora_path=str(folder))])
+
+    assert fingerprint(tiny) == fingerprint(tiny) != fingerprint(other)
+    assert lora_fingerprint([]) != fingerprint(tiny)
+
+
 @pytest.mark.parametrize("change", ["model", "salt", "dtype", "page", "codec"])
 def test_another_engine_finds_nothing(start: Any, tiny: Path, other: Path, tmp_path: Path, change: str) -> None:
     import torch
