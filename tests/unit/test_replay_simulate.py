@@ -189,10 +189,11 @@ def test_closed_loop_by_hand() -> None:
     assert run.counts.hits[:, 0].tolist() == [0, 1, 0, 0]
 
 
-def test_a_closed_loop_ends_in_time() -> None:
+@pytest.mark.parametrize("duration_s", [3.0, 3.5])
+def test_a_closed_loop_ends_in_time(duration_s: float) -> None:
     trace = trace_of([[n] for n in range(10)])
     speeds = Timing(1.0, 0.0, 0.0, 0.0).speeds((TierPlan("host", UNLIMITED, INF, 0.0),), 1)
-    run = run_closed(trace, plan_of(UNLIMITED), speeds, 1, 3.5)
+    run = run_closed(trace, plan_of(UNLIMITED), speeds, 1, duration_s)
     assert run.finished_s[:3].tolist() == [1, 2, 3]
     assert np.isnan(run.finished_s[3:]).all()
     assert run.issued_s[3] == 3
@@ -263,6 +264,17 @@ def test_native_closed_equals_plain(
     assert_same(native.counts, plain.counts)
     for field in ("issued_s", "first_token_s", "finished_s"):
         np.testing.assert_array_equal(getattr(native, field), getattr(plain, field), err_msg=field)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("placement", Placement)
+def test_native_equals_plain_where_some_blocks_are_popular(policy: Policy, placement: Placement) -> None:
+    # Long enough for blocks to be used often, to move between the queues, and to leave all of them.
+    rng = np.random.default_rng(3)
+    trace = trace_of([(rng.zipf(1.2, 10) % 300).tolist() for _ in range(500)])
+    for capacity in ((10,), (40,), (7, 25)):
+        plan = plan_of(*capacity, placement=placement, policy=policy)
+        assert_same(run_open(trace, plan), run_open(trace, plan, Implementation.PYTHON))
 
 
 @settings(max_examples=100, deadline=None)
