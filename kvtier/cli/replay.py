@@ -68,8 +68,8 @@ def replay(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME:SIZE and, after commas, bandwidth=6GB/s, latency=200us, ttl=1h, policy=lru (or fifo, s3fifo). GB "
-            "is decimal, GiB binary, SIZE may be unlimited. Repeatable, fastest first. Without it: memory without end."
+            help="NAME:SIZE and, after commas, bandwidth=6GB/s, latency=200us, ttl=1h, policy=lru (or fifo, s3fifo). "
+            "GB is decimal, GiB binary, SIZE may be unlimited. Repeatable, fastest first. Without: memory without end."
         ),
     ] = None,
     codec: Annotated[Codec, typer.Option(help="How pages are stored.")] = Codec.NVFP4,
