@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtier.abc.codec import Codec
-from kvtier.abc.tier import StagingTier, Tier
+from kvtier.abc.tier import RemovalListener, StagingTier, Tier
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.store import TieredStore
@@ -20,7 +20,9 @@ TIERS = {
 """Tier types by the name they have in the configuration. Adding a tier is a module and a line here."""
 
 
-def open_store(config: Config, *, shard: str = "", rank: int = 0, ranks: int = 1) -> TieredStore:
+def open_store(
+    config: Config, *, shard: str = "", rank: int = 0, ranks: int = 1, on_removed: RemovalListener | None = None
+) -> TieredStore:
     """Open every tier of `config` for one of `ranks` ranks of this node.
 
     A rank takes its share of each capacity, and directories of its own: ``<path>/<shard>/rank<r>``. With several ranks
@@ -35,6 +37,7 @@ def open_store(config: Config, *, shard: str = "", rank: int = 0, ranks: int = 1
             opened[1:],
             promote_deadline_s=config.promote_deadline,
             lease_s=config.lease if ranks == 1 else None,
+            on_removed=on_removed,
         )
     except BaseException:
         for done in opened:

@@ -136,6 +136,33 @@ class HttpConfig(_Block):
     token_file: Annotated[Path | None, Field(strict=False)] = None
 
 
+class ServerUserConfig(_Block):
+    """A user of the cache server. prefixes: of the keys that it sees and can touch, none for all. quota: of the values
+    under its keys."""
+
+    name: Annotated[str, Field(min_length=1)]
+    password_file: Annotated[Path, Field(strict=False)]
+    prefixes: tuple[str, ...] = Field(default=(), strict=False)
+    read_only: bool = False
+    quota: Bytes | None = None
+
+
+class ServerConfig(_Block):
+    """``kvtier serve`` (`docs/serve.md`). listen: ``unix:PATH``, ``tcp:HOST:PORT``, ``tls:HOST:PORT``. The default user's
+    password is in `password_file` or in the environment variable KVTIER_SERVER_PASSWORD."""
+
+    listen: tuple[str, ...] = Field(default=(), strict=False)
+    password_file: Annotated[Path | None, Field(strict=False)] = None
+    users: tuple[ServerUserConfig, ...] = Field(default=(), strict=False)
+    tls_cert: Annotated[Path | None, Field(strict=False)] = None
+    tls_key: Annotated[Path | None, Field(strict=False)] = None
+    tls_client_ca: Annotated[Path | None, Field(strict=False)] = None
+    max_connections: Annotated[int, Field(ge=1, le=65536)] = 256
+    max_value: Bytes = 512 << 20
+    client_timeout: Seconds = 30.0
+    drain: Seconds = 10.0
+
+
 class Config(_Block):
     """The whole block.
 
@@ -149,6 +176,7 @@ class Config(_Block):
     )
     tiers: tuple[TierConfig, ...] = Field(strict=False)
     http: HttpConfig | None = None
+    server: ServerConfig | None = None
     promote_deadline: Seconds = 2.0
     lease: Seconds = 30.0
     offload_wait: Seconds = 5.0

@@ -22,6 +22,7 @@ from kvtier.abc.tier import (
     PutItem,
     PutStatus,
     Removal,
+    RemovalListener,
     Slot,
     StagingTier,
     Tier,
@@ -47,7 +48,7 @@ class TieredStore:
 
     promote_deadline_s: how long after its first lookup a request may still gain promoted pages. lease_s: a request that
     was looked up and neither polled nor held for this long loses its pins when room is needed; None: never by a clock
-    (several ranks, which must answer alike).
+    (several ranks, which must answer alike). on_removed: hears of pages that left one of the tiers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TieredStore:
         promote_deadline_s: float = 2.0,
         lease_s: float | None = 30.0,
         promote_threads: int = 2,
+        on_removed: RemovalListener | None = None,
     ) -> None:
         names = [host.name, *(t.name for t in lower)]
         if len(set(names)) != len(names):
@@ -70,6 +72,7 @@ class TieredStore:
             raise ConfigError(f"the ledger counts tiers {list(self.ledger.tiers)}, the store has {names}")
         self._promote_deadline_s = promote_deadline_s
         self._lease_s = lease_s
+        self._on_removed = on_removed
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._lookups: dict[str, Lookup] = {}
@@ -139,13 +142,27 @@ class TieredStore:
         self.host.abort_many(keys, slots)
         self._notify_room()
 
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Remove pages from every tier; from lower ones in the background, behind the spills that are queued."""
+        self.host.delete_many(keys)
+        for tier in self.lower:
+            self._spillers[tier.name].submit(partial(self._delete_below, tier, list(keys)))
+
+    def _delete_below(self, tier: Tier, keys: list[bytes]) -> None:
+        tier.delete_many(keys)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every committed page was offered to every lower tier; False on timeout."""
         return all([spiller.drain(timeout_s) for spiller in self._spillers.values()])
 
     def _spill(self, tier: Tier, items: list[tuple[bytes, PageMeta, Slot]]) -> None:
         try:
-            puts = [PutItem(key, meta, self.host.view(slot)[: meta.nbytes], padded=True) for key, meta, slot in items]
+            # What was deleted while it waited here need not be written.
+            there = self.host.contains_many([key for key, _, _ in items])
+            left = [item for item, has in zip(items, there, strict=True) if has]
+            if not left:
+                return
+            puts = [PutItem(key, meta, self.host.view(slot)[: meta.nbytes], padded=True) for key, meta, slot in left]
             start = time.perf_counter()
             statuses = tier.put_many(puts)
             self.ledger.time_tier(tier.name, "put", time.perf_counter() - start)
@@ -442,6 +459,8 @@ class TieredStore:
             self.settle(request_id)
 
     def _removed(self, keys: Sequence[bytes], removal: Removal) -> None:
+        if self._on_removed is not None:
+            self._on_removed(keys, removal)
         if removal is not Removal.EVICTED:
             return
         with self._evicted_lock:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import bench, calibrate, demo, replay, size
+from kvtier.cli import bench, calibrate, demo, replay, serve, size
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -36,4 +36,5 @@ app.add_typer(size.app, name="size")
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.command()(replay.replay)
+app.command()(serve.serve)
 app.command()(calibrate.calibrate)

@@ -1,0 +1,119 @@
+"""The cache server: a store of its own process, served over the Redis protocol, with metrics and health over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvtier.config import Config
+from kvtier.server.commands import NAMES
+from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.server.keyspace import Keyspace
+from kvtier.server.listener import Clients, Listener
+from kvtier.server.options import Listen, ServerOptions
+from kvtier.server.probe import store_ready
+from kvtier.server.session import Shared
+from kvtier.server.stats import ServerStats
+from kvtier.store import TieredStore
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_EVERY_S = 1.0
+_PROBE_BYTES = 4096
+
+
+class _StoreMetrics(Collector):
+    """The store's metrics, once there is a store."""
+
+    def __init__(self, server: CacheServer) -> None:
+        self._server = server
+
+    def collect(self) -> Iterable[Metric]:
+        store = self._server.store
+        return () if store is None else store.ledger.registry.collect()
+
+
+class CacheServer:
+    """Listens from the constructor on: live at once, ready after a put and a get. Ends with `stop`.
+
+    Raises ConfigError, and errors of the tiers, where it cannot start; nothing is left open then.
+    """
+
+    def __init__(self, config: Config, options: ServerOptions, http: HttpOptions | None = None) -> None:
+        from kvtier.build import open_store
+
+        options.check()
+        tls = None if options.tls is None else options.tls.context()
+        self._stopping = threading.Event()
+        self._options = options
+        self.keyspace = Keyspace(options.users.owner, options.users.quota, options.max_value_bytes)
+        self.stats = ServerStats(NAMES, lambda: self.keyspace.refused, self.keyspace.used_by)
+        self.store: TieredStore | None = None
+        self.http: HttpExporter | None = None
+        self._listeners: list[Listener] = []
+        self._sweeper = threading.Thread(target=self._sweep, name="kvtier-sweep", daemon=True)
+        shared = Shared(self.keyspace, options.users, self.stats, options, time.time())
+        self._clients = Clients(shared, options.max_connections)
+        try:
+            if http is not None:  # first: memory takes long to be had, and whoever probes us must see that we live
+                registry = CollectorRegistry()
+                registry.register(self.stats)
+                registry.register(_StoreMetrics(self))
+                self.http = HttpExporter(registry, http, ready=self._not_ready)
+            self.store = open_store(config, shard="server", on_removed=self.keyspace.removed)
+            self.keyspace.attach(self.store)
+            for listen in options.listen:
+                self._listeners.append(Listener(listen, self._clients, tls))
+        except BaseException:
+            self.stop(0.0)
+            raise
+        self._sweeper.start()
+
+    @property
+    def listening(self) -> list[Listen]:
+        """Where it listens, with the ports in use."""
+        return [listener.where for listener in self._listeners]
+
+    def stop(self, drain_s: float | None = None) -> None:
+        """Take no more connections, let clients finish for `drain_s`, write what is not on disk yet, close. Safe to
+        call twice."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        give_up = time.monotonic() + (self._options.drain_s if drain_s is None else drain_s)
+        for listener in self._listeners:
+            listener.close()
+        cut = self._clients.drain(max(0.0, give_up - time.monotonic()))
+        if cut:
+            _log.warning("%d clients had not finished and were cut off", cut)
+        if self._sweeper.is_alive():
+            self._sweeper.join(2.0)
+        if self.store is not None:
+            if not self.store.flush(max(0.1, give_up - time.monotonic())):
+                _log.warning("stopped before every value was written to the lower tiers")
+            self.store.close()
+        if self.http is not None:
+            self.http.close()
+
+    def _not_ready(self) -> str | None:
+        if self._stopping.is_set():
+            return "the server is shutting down"
+        if self.store is None or len(self._listeners) < len(self._options.listen):
+            return "the server is starting"
+        return store_ready(self.store, _PROBE_BYTES)
+
+    def _sweep(self) -> None:
+        while not self._stopping.wait(_SWEEP_EVERY_S):
+            self._sweep_once()
+
+    def _sweep_once(self) -> None:
+        try:
+            self.keyspace.sweep()
+        except Exception:  # noqa: BLE001 - logged; the next round tries again, and expired values are not served
+            _log.exception("removing expired values failed")

@@ -1,0 +1,358 @@
+"""The keys of the cache server: what clients call their values, over a TieredStore that knows pages only.
+
+Every value is a page of its own under a key that is never used again, so that overwriting is a swap: readers see the
+old value or the new one, whole. The page's key begins with a hash of the client's key, and its origin holds the
+client's key and the expiry, so that the keys of a persistent tier are found again when it is opened. Specified in
+`docs/serve.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
+from kvtier.kernels import _native
+from kvtier.keys import seed_of
+from kvtier.ledger import MissReason
+from kvtier.lookup import Lookup
+from kvtier.store import TieredStore
+
+KEY_MAX_BYTES = 240
+DATABASES = 16
+_HASH_BYTES = 24
+_BUCKETS = 1024
+_FORM = 0
+_SPEC = b"kvtier-server-1\0"
+_ORIGIN = struct.Struct("<BQ")
+_ROOM_WAIT_S = 2.0
+
+
+class Entry(NamedTuple):
+    """expires_ms: unix time, 0: never. owner: the user whose quota it counts against, empty: nobody's."""
+
+    database: int
+    key: bytes
+    page: bytes
+    nbytes: int
+    expires_ms: int
+    owner: str
+
+
+class Refusal(NamedTuple):
+    """Why a value cannot be taken, as an error reply."""
+
+    text: str
+
+
+class Reservation:
+    """Room for a value that is about to be received: `view` is where it goes. Ends in `Keyspace.commit` or `abort`."""
+
+    __slots__ = ("page", "slot", "view")
+
+    def __init__(self, page: bytes, slot: Slot, view: memoryview) -> None:
+        self.page = page
+        self.slot = slot
+        self.view: memoryview | None = view
+
+
+@dataclass(slots=True)
+class Reading:
+    """A value that is pinned and was verified: valid until `Keyspace.release`."""
+
+    view: memoryview
+    request: str
+
+
+class Keyspace:
+    """Thread-safe. owner: the user with a quota that a key counts against; quota: bytes of that user, 0: no limit."""
+
+    def __init__(self, owner: Callable[[bytes], str], quota: Callable[[str], int], max_value_bytes: int) -> None:
+        self._owner = owner
+        self._quota = quota
+        self.max_value_bytes = max_value_bytes
+        # Buckets by hash: a scan goes through them in order, and a key never changes its own.
+        self._buckets: list[dict[bytes, Entry]] = [{} for _ in range(_BUCKETS)]
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._requests = itertools.count()
+        self._keys: Counter[int] = Counter()
+        self._used: Counter[str] = Counter()
+        self._expiring = 0
+        self.expired = 0
+        self.refused: Counter[str] = Counter()
+        """Values that were not taken, by reason."""
+
+    def attach(self, store: TieredStore) -> None:
+        """Serve from `store`, which must have been made with `on_removed=self.removed`; find the keys that its tiers
+        already have."""
+        self.store = store
+        superseded = []
+        for tier in store.lower:
+            scan = getattr(tier, "scan", None)
+            for page, meta in scan() if scan is not None else ():
+                if meta.spec == _SPEC and len(meta.origin) > _ORIGIN.size:
+                    database, expires_ms = _ORIGIN.unpack_from(meta.origin)
+                    key = bytes(meta.origin[_ORIGIN.size :])
+                    entry = Entry(database, key, page, meta.nbytes, expires_ms, self._owner(key))
+                    old = self._entry(page[:_HASH_BYTES])
+                    if old is not None and old.page > page:
+                        superseded.append(page)
+                        continue
+                    if old is not None:
+                        superseded.append(old.page)
+                    with self._lock:
+                        self._set(page[:_HASH_BYTES], entry)
+                        self._sequence = max(self._sequence, int.from_bytes(page[_HASH_BYTES:], "big"))
+        if superseded:
+            store.delete(superseded)
+
+    # ---- writing
+
+    def reserve(self, database: int, key: bytes, nbytes: int) -> Reservation | Refusal:
+        """Room for a value; waits a little where pages that are being written below take it."""
+        if len(key) > KEY_MAX_BYTES:
+            return self._refuse("key", f"ERR the key has {len(key)} bytes, this server takes {KEY_MAX_BYTES}")
+        if nbytes > self.max_value_bytes:
+            return self._refuse(
+                "too_large", f"ERR the value has {nbytes} bytes, this server takes {self.max_value_bytes} (max_value)"
+            )
+        owner = self._owner(key)
+        limit = self._quota(owner)
+        if limit:
+            with self._lock:
+                old = self._entry(_hash(database, key))
+                used = self._used[owner] - (old.nbytes if old is not None else 0)
+            if used + nbytes > limit:
+                return self._refuse("quota", f"QUOTA {owner} has {used} of {limit} bytes: this value does not fit")
+        page = _hash(database, key) + self._next().to_bytes(8, "big")
+        (slot,) = self.store.reserve([page], [nbytes], _ROOM_WAIT_S)
+        if isinstance(slot, Slot):
+            return Reservation(page, slot, self.store.host.view(slot))
+        if slot is PutStatus.TOO_LARGE:
+            return self._refuse("too_large", f"ERR the value has {nbytes} bytes: more than the host tier can hold")
+        return self._refuse("full", "OOM command not allowed: every value in host memory is being read or written")
+
+    def abort(self, reservation: Reservation) -> None:
+        self.store.abort([reservation.page], [reservation.slot])
+
+    def commit(
+        self, database: int, key: bytes, reservation: Reservation, *, expires_ms: int = 0, only_new: bool = False
+    ) -> bool:
+        """Publish a received value under its key; False where ``only_new`` forbids it (it is given back then)."""
+        page, slot = reservation.page, reservation.slot
+        name = _hash(database, key)
+        sum_ = _native.xxh3_128(self.store.host.view(slot), seed_of(page))
+        meta = PageMeta(slot.nbytes, _FORM, 0, sum_, _SPEC, _ORIGIN.pack(database, expires_ms) + key)
+        with self._lock:
+            old = self._entry(name)
+            if only_new and old is not None and not _is_over(old):
+                kept = True
+            else:
+                kept = False
+                # Committed under the lock: of two writers of a key, the one that swaps last has the last word.
+                self.store.commit([page], [slot], [meta])
+                self._set(name, Entry(database, key, page, slot.nbytes, expires_ms, self._owner(key)))
+        if kept:
+            self.abort(reservation)
+            return False
+        if old is not None:
+            self.store.delete([old.page])
+        if not self._resident(page):
+            self._drop(page)  # evicted in the moment before it had a name
+        return True
+
+    def expire(self, database: int, key: bytes, expires_ms: int) -> bool:
+        """Give a value another expiry; False where there is none. Where values outlive the process it is stored anew,
+        since the expiry must too."""
+        name = _hash(database, key)
+        with self._lock:
+            entry = self._alive(name)
+            if entry is None:
+                return False
+            if not self.store.lower:
+                self._set(name, entry._replace(expires_ms=expires_ms))
+                return True
+        reading = self.read(database, key)
+        if reading is None:
+            return False
+        try:
+            reservation = self.reserve(database, key, len(reading.view))
+            if isinstance(reservation, Refusal) or reservation.view is None:
+                return False
+            reservation.view[:] = reading.view
+            return self.commit(database, key, reservation, expires_ms=expires_ms)
+        finally:
+            self.release(reading)
+
+    def delete(self, database: int, keys: Sequence[bytes]) -> int:
+        """Remove values; returns how many were there."""
+        with self._lock:
+            names = [_hash(database, key) for key in keys]
+            gone = [e for name in names if (e := self._unset(name)) is not None]
+        self.store.delete([e.page for e in gone])
+        return sum(not _is_over(e) for e in gone)
+
+    def flush(self, database: int, owns: Callable[[bytes], bool]) -> int:
+        """Remove every key of a database that `owns` says yes to."""
+        gone = 0
+        for bucket in self._buckets:
+            with self._lock:
+                keys = [e.key for e in bucket.values() if e.database == database and owns(e.key)]
+            gone += self.delete(database, keys)
+        return gone
+
+    # ---- reading
+
+    def read(self, database: int, key: bytes) -> Reading | None:
+        """Pin a value in host memory, from wherever it is, and verify it. None: it is not there (any more)."""
+        name = _hash(database, key)
+        with self._lock:
+            entry = self._alive(name)
+        if entry is None:
+            self.store.ledger.settle({}, {MissReason.ABSENT: 1})
+            return None
+        request = f"get-{next(self._requests)}"
+        lookup = self.store.lookup(request, [entry.page])
+        if lookup.pending:
+            self.store.wait(lookup)
+        if not lookup.ready_pages:
+            self.store.settle(request)
+            if not self._resident(entry.page):
+                self._drop(entry.page)
+            return None
+        self.store.hold(lookup)
+        return self._verified(lookup, entry, request)
+
+    def _verified(self, lookup: Lookup, entry: Entry, request: str) -> Reading | None:
+        ((slot, meta),) = lookup.ready_slots(1)
+        view = self.store.host.view(slot)[: meta.nbytes]
+        if _native.xxh3_128(view, seed_of(entry.page)) == meta.checksum:
+            return Reading(view, request)
+        self.store.fail(lookup, 0)
+        self.store.settle(request)
+        self._drop(entry.page)
+        self.store.delete([entry.page])
+        return None
+
+    def release(self, reading: Reading) -> None:
+        self.store.settle(reading.request)
+
+    def find(self, database: int, key: bytes) -> Entry | None:
+        """What is known of a value, without reading it."""
+        with self._lock:
+            return self._alive(_hash(database, key))
+
+    def scan(self, database: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """Some keys from `cursor` on, at least `count` where there are that many, and the next cursor, 0 at the end.
+        Keys that are there all the while are given exactly once."""
+        found: list[bytes] = []
+        while cursor < _BUCKETS and len(found) < count:
+            with self._lock:
+                entries = list(self._buckets[cursor].values())
+            found += [e.key for e in entries if e.database == database and not _is_over(e)]
+            cursor += 1
+        return (0 if cursor >= _BUCKETS else cursor), found
+
+    def size(self, database: int, owns: Callable[[bytes], bool] | None = None) -> int:
+        """Keys of a database; with `owns`, those that it says yes to."""
+        if owns is None:
+            with self._lock:
+                return self._keys[database]
+        return sum(1 for e in self.entries() if e.database == database and owns(e.key))
+
+    def entries(self) -> Iterator[Entry]:
+        for bucket in self._buckets:
+            with self._lock:
+                entries = list(bucket.values())
+            yield from entries
+
+    def used_by(self) -> dict[str, int]:
+        """Bytes of values by the user with a quota they count against."""
+        with self._lock:
+            return {name: n for name, n in self._used.items() if name}
+
+    # ---- house-keeping
+
+    def removed(self, pages: Sequence[bytes], why: Removal) -> None:
+        """Pages left a tier: forget the keys of those that no tier has any more."""
+        for page in pages:
+            with self._lock:
+                entry = self._entry(page[:_HASH_BYTES])
+            if entry is not None and entry.page == page and not self._resident(page):
+                self._drop(page)
+
+    def sweep(self) -> int:
+        """Remove values whose time is over; returns how many."""
+        if not self._expiring:
+            return 0
+        over = [e for e in self.entries() if _is_over(e)]
+        for e in over:
+            self._drop(e.page)
+            self.store.delete([e.page])
+        self.expired += len(over)
+        return len(over)
+
+    def _resident(self, page: bytes) -> bool:
+        return any(tier.contains_many([page])[0] for tier in (self.store.host, *self.store.lower))
+
+    def _drop(self, page: bytes) -> None:
+        """Forget the key of a page, unless it has another page by now."""
+        with self._lock:
+            entry = self._entry(page[:_HASH_BYTES])
+            if entry is not None and entry.page == page:
+                self._unset(page[:_HASH_BYTES])
+
+    def _refuse(self, reason: str, text: str) -> Refusal:
+        with self._lock:
+            self.refused[reason] += 1
+        return Refusal(text)
+
+    def _next(self) -> int:
+        """A number that grows, over restarts too: of two pages of a key, the higher one is the newer."""
+        with self._lock:
+            self._sequence = max(self._sequence + 1, time.time_ns())
+            return self._sequence
+
+    # Below, the lock is held.
+
+    def _entry(self, name: bytes) -> Entry | None:
+        return self._buckets[_bucket(name)].get(name)
+
+    def _alive(self, name: bytes) -> Entry | None:
+        entry = self._entry(name)
+        return None if entry is None or _is_over(entry) else entry
+
+    def _set(self, name: bytes, entry: Entry) -> None:
+        self._unset(name)
+        self._buckets[_bucket(name)][name] = entry
+        self._keys[entry.database] += 1
+        self._used[entry.owner] += entry.nbytes
+        self._expiring += bool(entry.expires_ms)
+
+    def _unset(self, name: bytes) -> Entry | None:
+        entry = self._buckets[_bucket(name)].pop(name, None)
+        if entry is not None:
+            self._keys[entry.database] -= 1
+            self._used[entry.owner] -= entry.nbytes
+            self._expiring -= bool(entry.expires_ms)
+        return entry
+
+
+def _hash(database: int, key: bytes) -> bytes:
+    return hashlib.blake2b(bytes([database]) + key, digest_size=_HASH_BYTES).digest()
+
+
+def _bucket(name: bytes) -> int:
+    return int.from_bytes(name[:2], "big") % _BUCKETS
+
+
+def _is_over(entry: Entry) -> bool:
+    return 0 < entry.expires_ms <= time.time() * 1000

@@ -1,0 +1,236 @@
+"""The Redis protocol as a server sees it: commands read from a socket, replies written to it.
+
+Values are received straight into memory that the caller names while the command is still being read, and sent straight
+from where they lie. RESP2 and RESP3; the Redis serialization protocol specification, https://redis.io/docs/reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+_BUFFER_BYTES = 16 << 10
+_PARTS_MAX = 512
+_ARGS_MAX = 1 << 16
+_STRANGER_ARGS_MAX = 16
+_STRANGER_BULK_MAX = 16 << 10
+_BULK_MAX = 1 << 20
+"""Arguments that are no values, such as keys: more than this is nobody's key."""
+_SKIP_BYTES = 64 << 10
+
+Buffer = bytes | bytearray | memoryview
+
+
+class ProtocolError(Exception):
+    """What came is not a command. The connection cannot be used any further; the message is for the client."""
+
+
+class Disconnected(Exception):  # noqa: N818 - not an error: clients come and go
+    """The client went away, or took too long in the middle of a command or a reply."""
+
+
+class Place(Protocol):
+    """Where a value goes: `view` has exactly its length; None to throw the value away."""
+
+    view: memoryview | None
+
+
+Argument = bytes | Place
+Placer = Callable[[list[Argument], int], Place | None]
+"""Asked for every bulk argument, with the arguments before it and its length; None: it is a plain argument."""
+
+
+class Stream:
+    """A connected socket with its receive buffer. For one thread, but for `shut_down`.
+
+    timeout_s: how long a peer may leave a command half sent or a reply half taken. Between commands it may be silent
+    for as long as it likes.
+    """
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        self._socket = connected
+        self._tls = isinstance(connected, ssl.SSLSocket)
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self.stranger = True
+        """Not authenticated yet: only short commands are read."""
+        connected.settimeout(None)
+        seconds, micros = divmod(int(timeout_s * 1e6), 1_000_000)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
+
+    @property
+    def buffered(self) -> bool:
+        """Whether more of what the client sent is here already."""
+        return self._start < self._end
+
+    def shut_down(self) -> None:
+        """Wake the thread that reads: to it, the client has gone. From any thread."""
+        with contextlib.suppress(OSError):  # the client was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    # ---- reading
+
+    def read_command(self, place: Placer) -> list[Argument]:
+        """The next command. Waits for it as long as it takes; raises Disconnected or ProtocolError."""
+        line = self._read_line(idle=True)
+        while not line:  # an empty line between commands is allowed
+            line = self._read_line(idle=True)
+        if line[:1] != b"*":
+            return list(line.split())
+        count = self._number(line[1:], _STRANGER_ARGS_MAX if self.stranger else _ARGS_MAX, "multibulk length")
+        args: list[Argument] = []
+        for _ in range(count):
+            args.append(self._read_argument(args, place))
+        return args
+
+    def _read_argument(self, args: list[Argument], place: Placer) -> Argument:
+        line = self._read_line()
+        if line[:1] != b"$":
+            raise ProtocolError(f"expected '$', got {line[:1].decode(errors='replace')!r}")
+        length = self._number(line[1:], _STRANGER_BULK_MAX if self.stranger else 1 << 40, "bulk length")
+        placed = None if self.stranger else place(args, length)
+        if placed is not None:
+            if placed.view is None:
+                self._skip(length)
+            else:
+                self._read_into(placed.view)
+            self._end_bulk()
+            return placed
+        if length > _BULK_MAX:
+            raise ProtocolError("invalid bulk length")
+        data = bytearray(length)
+        self._read_into(memoryview(data))
+        self._end_bulk()
+        return bytes(data)
+
+    def _read_line(self, *, idle: bool = False) -> bytes:
+        while (at := self._buffer.find(b"\n", self._start, self._end)) < 0:
+            if self._start:
+                self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+                self._end -= self._start
+                self._start = 0
+            if self._end == len(self._buffer):
+                raise ProtocolError("too big inline request")
+            self._end += self._receive(self._view[self._end :], 0, patient=idle and not self._end)
+        line = bytes(self._view[self._start : at])
+        self._start = at + 1
+        if self._start == self._end:
+            self._start = self._end = 0
+        return line[:-1] if line.endswith(b"\r") else line
+
+    def _read_into(self, out: memoryview) -> None:
+        taken = min(len(out), self._end - self._start)
+        if taken:
+            out[:taken] = self._view[self._start : self._start + taken]
+            self._start += taken
+        while taken < len(out):
+            taken += self._receive(out[taken:], socket.MSG_WAITALL)
+
+    def _skip(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _SKIP_BYTES)))
+        while nbytes:
+            part = min(nbytes, len(scratch))
+            self._read_into(scratch[:part])
+            nbytes -= part
+
+    def _end_bulk(self) -> None:
+        end = bytearray(2)
+        self._read_into(memoryview(end))
+        if end != b"\r\n":
+            raise ProtocolError("expected the end of the bulk")
+
+    def _receive(self, out: memoryview, flags: int, *, patient: bool = False) -> int:
+        while True:
+            try:
+                got = self._socket.recv_into(out) if self._tls else self._socket.recv_into(out, 0, flags)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if patient:
+                    continue
+                raise Disconnected("a command was left half sent") from None
+            except OSError as e:
+                raise Disconnected(str(e)) from e
+            if not got:
+                raise Disconnected("closed by the client")
+            return got
+
+    def _number(self, text: bytes, most: int, what: str) -> int:
+        if not text.isdigit() or len(text) > 15 or int(text) > most:
+            raise ProtocolError(f"invalid {what}")
+        return int(text)
+
+    # ---- writing
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        """Send buffers as one stream, without copying them. Raises Disconnected."""
+        try:
+            if self._tls:
+                for part in parts:
+                    self._send_all(memoryview(part))
+                return
+            waiting = [memoryview(p) for p in parts if len(p)]
+            at = 0
+            while at < len(waiting):
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
+                while at < len(waiting) and sent >= len(waiting[at]):
+                    sent -= len(waiting[at])
+                    at += 1
+                if sent:
+                    waiting[at] = waiting[at][sent:]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise Disconnected("a reply was left half taken") from None
+        except OSError as e:
+            raise Disconnected(str(e)) from e
+
+    def _send_all(self, part: memoryview) -> None:
+        while len(part):
+            part = part[self._socket.send(part) :]
+
+
+# ---- replies
+
+OK = b"+OK\r\n"
+PONG = b"+PONG\r\n"
+
+
+def error(text: str) -> bytes:
+    """An error reply; its first word is the code."""
+    return b"-" + text.replace("\r", " ").replace("\n", " ").encode() + b"\r\n"
+
+
+def integer(value: int) -> bytes:
+    return b":%d\r\n" % value
+
+
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def bulk_head(nbytes: int) -> bytes:
+    """What goes before a value that is sent from where it lies; a line end goes behind it."""
+    return b"$%d\r\n" % nbytes
+
+
+def null(protocol: int) -> bytes:
+    return b"_\r\n" if protocol == 3 else b"$-1\r\n"
+
+
+def array(items: Sequence[bytes]) -> bytes:
+    """An array of replies that are encoded already."""
+    return b"*%d\r\n" % len(items) + b"".join(items)
+
+
+def mapping(pairs: Iterable[tuple[bytes, bytes]], protocol: int) -> bytes:
+    """A map of encoded replies; a flat array for RESP2."""
+    flat = [x for pair in pairs for x in pair]
+    if protocol == 3:
+        return b"%%%d\r\n" % (len(flat) // 2) + b"".join(flat)
+    return array(flat)

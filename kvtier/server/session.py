@@ -1,0 +1,197 @@
+"""One client: who it is, what it has been sent, and the loop that serves it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.server import resp
+from kvtier.server.auth import User, Users
+from kvtier.server.keyspace import Keyspace, Reading, Refusal, Reservation
+from kvtier.server.resp import Argument, Buffer, Disconnected, Place, ProtocolError, Stream
+from kvtier.server.stats import ServerStats
+
+if TYPE_CHECKING:
+    from kvtier.server.options import ServerOptions
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_BYTES = 256 << 10
+"""Replies of pipelined commands are gathered up to this; values in them stay pinned until they are sent."""
+
+
+class Refused:
+    """A value that is thrown away while it is received, and the error reply that says why."""
+
+    __slots__ = ("text", "view")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.view: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all sessions work on."""
+
+    keyspace: Keyspace
+    users: Users
+    stats: ServerStats
+    options: ServerOptions
+    started: float
+
+
+class Session:
+    """Served by one thread (`serve`). `interrupt` may come from any."""
+
+    def __init__(self, number: int, stream: Stream, peer: str, shared: Shared) -> None:
+        self.id = number
+        self.peer = peer
+        self.shared = shared
+        self.keyspace = shared.keyspace
+        self.user: User | None = shared.users.first
+        self.protocol = 2
+        self.database = 0
+        self.name = b""
+        self.since = time.time()
+        self.leaving = False
+        """Set to end the session once the reply to the command at hand is sent."""
+        self._stream = stream
+        self._stream.stranger = self.user is None
+        self._out: list[Buffer] = []
+        self._out_bytes = 0
+        self._readings: list[Reading] = []
+        self._places: list[Reservation | Refused] = []
+        self._busy = False
+
+    def serve(self) -> None:
+        """Read commands and answer them until the client goes. Never raises for what a client does."""
+        from kvtier.server.commands import execute
+
+        try:
+            while not self.leaving:
+                if not self._stream.buffered:
+                    self._flush()
+                    self._busy = False
+                args = self._stream.read_command(self._place)
+                self._busy = True
+                try:
+                    execute(self, args)
+                finally:
+                    self._give_up_places()
+                if self._out_bytes >= _FLUSH_BYTES:
+                    self._flush()
+            self._flush()
+        except ProtocolError as e:
+            self.shared.stats.protocol_error()
+            self.reply(resp.error(f"ERR Protocol error: {e}"))
+            self._finish()
+        except Disconnected as e:
+            _log.debug("client %d (%s): %s", self.id, self.peer, e)
+        finally:
+            self._give_up_places()
+            self._release()
+            self._stream.close()
+
+    def drain(self) -> None:
+        """End the session as soon as it is between two commands. From any thread."""
+        self.leaving = True
+        if not self._busy:
+            self._stream.shut_down()
+
+    def cut(self) -> None:
+        """End the session now. From any thread."""
+        self.leaving = True
+        self._stream.shut_down()
+
+    def log_in(self, user: User) -> None:
+        self.user = user
+        self._stream.stranger = False
+
+    # ---- replying
+
+    def reply(self, data: bytes) -> None:
+        self._out.append(data)
+        self._out_bytes += len(data)
+
+    def reply_value(self, reading: Reading | None) -> None:
+        """A value, sent from where it lies, or null."""
+        if reading is None:
+            self.reply(resp.null(self.protocol))
+            return
+        self._out += [resp.bulk_head(len(reading.view)), reading.view, b"\r\n"]
+        self._out_bytes += len(reading.view)
+        self._readings.append(reading)
+        self.shared.stats.sent(len(reading.view))
+        if self._out_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._out:
+            out, self._out, self._out_bytes = self._out, [], 0
+            try:
+                self._stream.send(out)
+            finally:
+                self._release()
+
+    def _finish(self) -> None:
+        try:
+            self._flush()
+        except Disconnected:
+            _log.debug("client %d (%s) did not stay for its error", self.id, self.peer)
+
+    def _release(self) -> None:
+        readings, self._readings = self._readings, []
+        for reading in readings:
+            self.keyspace.release(reading)
+
+    # ---- receiving values
+
+    def _place(self, args: list[Argument], nbytes: int) -> Place | None:
+        """Where the next argument goes, if it is the value of a SET or MSET."""
+        if not args or not isinstance(args[0], bytes):
+            return None
+        at = len(args)
+        command = args[0].upper()
+        if not (command == b"SET" and at == 2) and not (command == b"MSET" and at % 2 == 0 and at >= 2):
+            return None
+        key = args[at - 1]
+        if not isinstance(key, bytes) or self.user is None:
+            return None
+        self._busy = True
+        refusal = write_refusal(self.user, key)
+        place: Reservation | Refused | Refusal
+        place = Refusal(refusal) if refusal else self.keyspace.reserve(self.database, key, nbytes)
+        if isinstance(place, Refusal):
+            place = Refused(place.text)
+        else:
+            self.shared.stats.received(nbytes)
+        self._places.append(place)
+        return place
+
+    def take(self, place: Reservation) -> None:
+        """The command at hand commits or aborts this value itself."""
+        self._places.remove(place)
+
+    def _give_up_places(self) -> None:
+        places, self._places = self._places, []
+        for place in places:
+            if isinstance(place, Reservation):
+                self.keyspace.abort(place)
+
+
+def write_refusal(user: User, key: bytes) -> str:
+    """Why `user` may not write `key`; empty where it may."""
+    if user.read_only:
+        return "NOPERM this user may only read"
+    return key_refusal(user, [key])
+
+
+def key_refusal(user: User, keys: Sequence[bytes]) -> str:
+    """Why `user` may not touch `keys`; empty where it may."""
+    if all(map(user.owns, keys)):
+        return ""
+    return "NOPERM this user has no access to one of the keys"

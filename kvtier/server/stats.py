@@ -1,0 +1,94 @@
+"""What the cache server counts besides its store: connections, commands, refusals."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+REFUSALS = ("full", "too_large", "key", "quota")
+
+
+class ServerStats(Collector):
+    """Thread-safe. `commands`: the names that are counted apart; anything else is ``unknown``."""
+
+    def __init__(
+        self,
+        commands: tuple[str, ...],
+        refused: Callable[[], Mapping[str, int]],
+        used_by: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._lock = threading.Lock()
+        self._commands = dict.fromkeys((*commands, "unknown"), 0)
+        self._counts: Counter[str] = Counter()
+        self._refused = refused
+        self._used_by = used_by
+        self.connections = 0
+        """Open now."""
+
+    def connected(self, by: int) -> None:
+        with self._lock:
+            self.connections += by
+            self._counts["connections"] += by > 0
+
+    def rejected(self) -> None:
+        """A connection over the limit."""
+        with self._lock:
+            self._counts["rejected"] += 1
+
+    def protocol_error(self) -> None:
+        with self._lock:
+            self._counts["protocol_errors"] += 1
+
+    def denied(self) -> None:
+        """A failed authentication or a key of somebody else."""
+        with self._lock:
+            self._counts["denied"] += 1
+
+    def command(self, name: str) -> None:
+        with self._lock:
+            self._commands[name if name in self._commands else "unknown"] += 1
+
+    def received(self, nbytes: int) -> None:
+        with self._lock:
+            self._counts["received_bytes"] += nbytes
+
+    def sent(self, nbytes: int) -> None:
+        with self._lock:
+            self._counts["sent_bytes"] += nbytes
+
+    def totals(self) -> Counter[str]:
+        with self._lock:
+            return Counter({**self._counts, "commands": sum(self._commands.values())})
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self.totals()
+        with self._lock:
+            commands = dict(self._commands)
+        yield GaugeMetricFamily("kvtier_server_connections", "Connections open", self.connections)
+        for name, text in (
+            ("connections", "Connections taken"),
+            ("rejected", "Connections over the limit"),
+            ("protocol_errors", "Connections closed for what is not a command"),
+            ("denied", "Failed authentications and keys of others"),
+            ("received_bytes", "Bytes of values received"),
+            ("sent_bytes", "Bytes of values sent"),
+        ):
+            plain = name if name != "connections" else "connections_opened"
+            yield CounterMetricFamily(f"kvtier_server_{plain}", text, value=totals[name])
+        family = CounterMetricFamily("kvtier_server_commands", "Commands", labels=["command"])
+        for name, n in commands.items():
+            family.add_metric([name], n)
+        yield family
+        refused = self._refused()
+        family = CounterMetricFamily("kvtier_server_refused_values", "Values not taken", labels=["reason"])
+        for reason in REFUSALS:
+            family.add_metric([reason], refused.get(reason, 0))
+        yield family
+        gauge = GaugeMetricFamily("kvtier_server_quota_used_bytes", "Bytes against a user's quota", labels=["user"])
+        for user, n in self._used_by().items():
+            gauge.add_metric([user], n)
+        yield gauge

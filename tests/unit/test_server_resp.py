@@ -1,0 +1,187 @@
+"""The server's side of the protocol: commands in pieces, values into their places, nonsense refused."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.server import resp
+from kvtier.server.auth import User, Users, digest
+from kvtier.server.commands import _glob
+from kvtier.server.options import Listen, ServerOptions
+from kvtier.server.resp import Argument, Disconnected, Place, ProtocolError, Stream
+
+
+class Hole:
+    """A place of the given length; of none, where the value is to be thrown away."""
+
+    def __init__(self, nbytes: int, *, keep: bool = True) -> None:
+        self.view: memoryview | None = memoryview(bytearray(nbytes)) if keep else None
+
+
+def no_place(args: list[Argument], nbytes: int) -> Place | None:
+    return None
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Stream, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours, 0.3)
+    stream.stranger = False
+    yield stream, theirs
+    stream.close()
+    theirs.close()
+
+
+def test_a_command_may_come_byte_by_byte(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+
+    def drip() -> None:
+        for byte in b"*2\r\n$4\r\nECHO\r\n$3\r\na\r\n\r\n":
+            client.sendall(bytes([byte]))
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    assert stream.read_command(no_place) == [b"ECHO", b"a\r\n"]
+    thread.join()
+
+
+def test_many_commands_may_come_at_once(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+    client.sendall(b"*1\r\n$4\r\nPING\r\n" * 3 + b"GET  a\r\n\r\nPING\n")
+    read = [stream.read_command(no_place) for _ in range(5)]
+    assert read == [[b"PING"]] * 3 + [[b"GET", b"a"], [b"PING"]]
+    assert not stream.buffered
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 16 << 10, (16 << 10) + 1, 3 << 20])
+def test_values_go_to_their_place_and_what_follows_is_read(
+    pair: tuple[Stream, socket.socket], nbytes: int, keep: bool
+) -> None:
+    stream, client = pair
+    value = (bytes(range(256)) * (nbytes // 256 + 1))[:nbytes]
+    holes: list[Hole] = []
+
+    def place(args: list[Argument], length: int) -> Place | None:
+        if len(args) != 2:
+            return None
+        holes.append(Hole(length, keep=keep))
+        return holes[-1]
+
+    sent = b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nEX\r\n$2\r\n10\r\n*1\r\n$4\r\nPING\r\n" % (nbytes, value)
+    thread = threading.Thread(target=client.sendall, args=(sent,))
+    thread.start()
+    assert stream.read_command(place) == [b"SET", b"k", holes[0], b"EX", b"10"]
+    assert not keep or bytes(holes[0].view or b"") == value
+    assert stream.read_command(place) == [b"PING"]
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"*x\r\n", b"*-5\r\n", b"*100000000\r\n", b"*1\r\n:5\r\n", b"*1\r\n$-1\r\n", b"*1\r\n$abc\r\n",
+        b"*1\r\n$99999999\r\n", b"*1\r\n$2\r\nabc\r\n", b"x" * 20000,
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(pair: tuple[Stream, socket.socket], sent: bytes) -> None:
+    stream, client = pair
+    client.sendall(sent)
+    with pytest.raises(ProtocolError):
+        stream.read_command(no_place)
+
+
+def test_strangers_can_send_little(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+    stream.stranger = True
+    client.sendall(b"*3\r\n$4\r\nAUTH\r\n$1\r\nu\r\n$1\r\np\r\n*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n")
+    assert stream.read_command(no_place) == [b"AUTH", b"u", b"p"]
+    with pytest.raises(ProtocolError):
+        stream.read_command(no_place)
+
+
+def test_a_command_left_half_sent_ends_the_connection(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+    client.sendall(b"*2\r\n$3\r\nGET\r\n")
+    with pytest.raises(Disconnected, match="half sent"):
+        stream.read_command(no_place)
+
+
+def test_a_reply_not_taken_ends_the_connection(pair: tuple[Stream, socket.socket]) -> None:
+    stream, _client = pair
+    with pytest.raises(Disconnected, match="half taken"):
+        stream.send([bytes(8 << 20)])
+
+
+def test_replies() -> None:
+    assert resp.error("ERR a\r\nb") == b"-ERR a  b\r\n"
+    assert resp.mapping([(resp.bulk(b"a"), resp.integer(1))], 2) == b"*2\r\n$1\r\na\r\n:1\r\n"
+    assert resp.mapping([(resp.bulk(b"a"), resp.integer(1))], 3) == b"%1\r\n$1\r\na\r\n:1\r\n"
+    assert (resp.null(2), resp.null(3)) == (b"$-1\r\n", b"_\r\n")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (b"*", [b"", b"a\nb"], []),
+        (b"a?c", [b"abc"], [b"ac", b"abbc"]),
+        (b"a[b-d]", [b"ab", b"ad"], [b"ae"]),
+        (b"a[^b]", [b"ac"], [b"ab"]),
+        (b"a\\*", [b"a*"], [b"ab"]),
+        (b"a.c", [b"a.c"], [b"abc"]),
+    ],
+)
+def test_patterns_are_those_of_redis(pattern: bytes, yes: list[bytes], no: list[bytes]) -> None:
+    assert [k for k in yes + no if _glob(pattern).match(k)] == yes
+
+
+def test_users() -> None:
+    assert Users().open_to_all and Users().first is not None
+    users = Users([User("a", digest("x"), (b"a:",), quota_bytes=10), User("b", digest("y"))], "z")
+    assert users.first is None
+    named = users.authenticate("a", b"x")
+    assert named is not None and named.owns(b"a:1") and not named.owns(b"b:1")
+    assert users.authenticate("default", b"z") is not None
+    for name, password in (("a", b"y"), ("nobody", b"x"), ("default", b""), ("nobody", b"")):
+        assert users.authenticate(name, password) is None
+    assert (users.owner(b"a:1"), users.owner(b"b:1"), users.quota("a")) == ("a", "", 10)
+    assert "secret" not in repr(User("u", digest("x")))
+    with pytest.raises(ConfigError, match="twice"):
+        Users([User("a", None), User("a", None)])
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("unix:/run/x.sock", True), ("tcp:127.0.0.1:0", True), ("tcp:localhost:1", True), ("tcp:[::1]:1", True),
+        ("tcp:0.0.0.0:1", False), ("tls:10.0.0.1:1", False), ("tcp:some.host:1", False), ("tcp:[::]:1", False),
+    ],
+)  # fmt: skip
+def test_where_to_listen(text: str, local: bool) -> None:
+    listen = Listen.parse(text)
+    assert listen.local == local
+    assert Listen.parse(str(listen)) == listen
+    if not local and not listen.tls:
+        with pytest.raises(ConfigError, match="reachable from other machines"):
+            ServerOptions([listen]).check()
+        ServerOptions([listen], Users(password="x")).check()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tcp", "tcp:", "udp:1.2.3.4:5", "tcp:1.2.3.4:x", "tcp:h:99999", "unix:" + "x" * 200]
+)
+def test_where_not_to_listen(text: str) -> None:
+    with pytest.raises(ConfigError, match="listen"):
+        Listen.parse(text)
+
+
+def test_what_must_not_be() -> None:
+    with pytest.raises(ConfigError, match="at least one place"):
+        ServerOptions([]).check()
+    with pytest.raises(ConfigError, match="needs a certificate"):
+        ServerOptions([Listen.parse("tls:127.0.0.1:0")]).check()
