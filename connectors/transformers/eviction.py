@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -146,6 +147,7 @@ class EvictingGeneration:
         methods: Sequence[ColdPageConfig | TriAttentionConfig] | CompressionPipeline,
         *,
         context_tokens: int | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """methods: parsed configuration, or a pipeline made for `platform_of(model)`. context_tokens: the longest
         sequence that will be generated, where it is less than the model's own limit. Raises ConfigError for methods
@@ -157,7 +159,10 @@ class EvictingGeneration:
             self.compression = methods
         else:
             self.compression = build_compression(
-                methods, platform_of(model, context_tokens=context_tokens), rotary=rotary_reader(model.config)
+                methods,
+                platform_of(model, context_tokens=context_tokens),
+                rotary=rotary_reader(model.config),
+                registry=registry,
             )
         self.cache: BatchCache | None = None
         self._begun = 0
@@ -207,6 +212,17 @@ class EvictingGeneration:
         finally:
             before.remove()
             after.remove()
+
+    def publishable(self, row: int = 0) -> DynamicCache:
+        """A copy of the rows of sequence `row` that are the plain KV of its tokens, for a prefix cache: all of them,
+        or with evictions those of the prompt. Its length says how many tokens it holds."""
+        cache = self._live()
+        tokens = self.compression.publishable_tokens(cache.requests[row])
+        copy = DynamicCache(config=self._config)
+        for number, layer in enumerate(cache.layers):
+            keys, values = (t[row : row + 1, :, :tokens].clone() for t in (layer.keys, layer.values))
+            copy.update(keys, values, number)
+        return copy
 
     def finish(self) -> None:
         """End the sequences and forget their cache."""

@@ -16,14 +16,14 @@ class LayerTable:
     """Statistics of one layer, ready to score: made once.
 
     omega: fp64 numpy ``[F]``. mean: complex128 ``[query_heads, F]``, the gain folded in. spread: fp32 ``[kv_heads, F,
-    query_heads per KV head]``. real, imag: int64 ``[F]``.
-    """
+    query_heads per KV head]``. real, imag: dimensions of the pairs, int64 ``[F]``, or a slice where they are evenly
+    spaced, which needs no gather."""
 
     omega: F64
     mean: torch.Tensor
     spread: torch.Tensor
-    real: torch.Tensor
-    imag: torch.Tensor
+    real: torch.Tensor | slice
+    imag: torch.Tensor | slice
     kv_heads: int
 
 
@@ -45,10 +45,17 @@ def layer_table(
         omega=np.asarray(omega, dtype=np.float64),
         mean=torch.from_numpy(mean * gain),
         spread=torch.from_numpy(np.ascontiguousarray(grouped)).to(device, torch.float32),
-        real=torch.from_numpy(np.asarray(real, dtype=np.int64)).to(device),
-        imag=torch.from_numpy(np.asarray(imag, dtype=np.int64)).to(device),
+        real=_index(real, device),
+        imag=_index(imag, device),
         kv_heads=kv_heads,
     )
+
+
+def _index(dims: I64, device: torch.device) -> torch.Tensor | slice:
+    steps = np.unique(np.diff(dims))
+    if len(steps) == 1 and steps[0] > 0:
+        return slice(int(dims[0]), int(dims[-1]) + 1, int(steps[0]))
+    return torch.from_numpy(np.asarray(dims, dtype=np.int64)).to(device)
 
 
 def mean_phase(omega: F64, t: int, offsets: tuple[int, ...] = OFFSETS) -> torch.Tensor:
@@ -67,7 +74,8 @@ def score(keys: torch.Tensor, table: LayerTable, phase: torch.Tensor) -> torch.T
     x = keys.float()
     scores = torch.bmm(x, folded.view(table.kv_heads, -1, keys.shape[-1]).transpose(1, 2))
     # Not hypot, which is several times slower; keys are far from the range where a square overflows.
-    absolute = (x[..., table.real].square() + x[..., table.imag].square()).sqrt()
+    squares = x.square()
+    absolute = (squares[..., table.real] + squares[..., table.imag]).sqrt()
     scores = torch.baddbmm(scores, absolute, table.spread)
     return scores.transpose(1, 2).reshape(len(weights), keys.shape[1])
 

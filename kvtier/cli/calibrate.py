@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,7 @@ def calibrate(
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--text {str(text)!r} cannot be read ({e}): give a file of UTF-8 text") from None
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     try:
         import torch
         import transformers

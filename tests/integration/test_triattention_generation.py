@@ -23,7 +23,8 @@ from kvtier.abc.compression import LiveRequest
 from kvtier.cli.demo_model import ensure_model
 from kvtier.compression import CompressionPipeline
 from kvtier.compression.triattention import Calibration, TriAttention
-from kvtier.config import TriAttentionConfig, parse_compression
+from kvtier.config import TriAttentionConfig, parse_compression, parse_config
+from kvtier.connectors.transformers import PrefixCache
 from kvtier.connectors.transformers.calibration import calibrate
 from kvtier.connectors.transformers.eviction import EvictingGeneration, cache_argument, platform_of, rotary_reader
 from kvtier.errors import ConfigError, SpecError
@@ -364,6 +365,39 @@ def test_the_configuration_block_turns_it_on(llama: Any, statistics: Calibration
     other = TriAttentionConfig(algorithm="triattention", calibration_path=tmp_path / "absent.safetensors")
     with pytest.raises(ConfigError, match=r"calibration_path.*absent\.safetensors.*cannot be read"):
         EvictingGeneration(llama, [other])
+
+
+def test_cold_pages_and_eviction_at_once(llama: Any, statistics: Calibration, tmp_path: Path) -> None:
+    """One block turns both on; what is offloaded is the plain KV of the prompt, and comes back bit for bit."""
+    path = tmp_path / "llama.safetensors"
+    statistics.save(path)
+    config = parse_config({
+        "kv_cache_compression_config": [
+            {"algorithm": "quantization_for_cold_page", "quant": "none"},
+            {"algorithm": "triattention", "budget": 8, "beta": 4, "calibration_path": str(path)},
+        ],
+        "tiers": [{"type": "host", "capacity": "16MiB"}],
+    })  # fmt: skip
+    prompt = prompts(2, 40)
+    with (
+        PrefixCache.open(llama, config, model_name="tiny", page_tokens=8) as prefixes,
+        EvictingGeneration(llama, config.kv_cache_compression_config, registry=prefixes.ledger.registry) as generation,
+    ):
+        generation.prefill(prompt)
+        plain = [(layer.keys.clone(), layer.values.clone()) for layer in generation.cache.layers]  # type: ignore[union-attr]
+        assert generation.publishable().get_seq_length() == 40
+        for n in range(30):
+            generation.step(prompts(2, 1, seed=n))
+        for row in range(2):
+            copy = generation.publishable(row)
+            assert copy.get_seq_length() == 40
+            prefixes.offload(prompt[row].tolist(), copy).result()
+            restored = prefixes.restore(f"again-{row}", [*prompt[row].tolist(), 1])
+            assert restored.tokens == 40
+            for layer, (keys, values) in zip(restored.cache.layers, plain, strict=True):
+                assert torch.equal(layer.keys[0], keys[row]) and torch.equal(layer.values[0], values[row])
+        value = prefixes.ledger.registry.get_sample_value("kvtier_evicted_tokens_total", {"method": "triattention"})
+        assert value == 2 * 20
 
 
 @pytest.mark.model

@@ -30,12 +30,15 @@ def statistics(heads: int, seed: int, half: int = HALF) -> tuple[np.ndarray[Any,
     return mean, (np.abs(mean) + rng.random((heads, half))).astype(np.float32)
 
 
-@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("style", ["half", "interleaved", "uneven"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("t", [0, 300, 95_000])
 def test_fast_score_is_the_oracles(style: str, dtype: torch.dtype, t: int) -> None:
     kv_heads, heads, tokens = 2, 6, 50
-    turn = rotary(style, gain=1.3)
+    turn = rotary("half" if style == "uneven" else style, gain=1.3)
+    if style == "uneven":  # a quarter of the dimensions is not rotated
+        dims = np.array([0, 1, 2, 6, 7, 8, 12, 13]), np.array([3, 4, 5, 9, 10, 11, 14, 15])
+        turn = Rotary(turn.omega * (np.arange(HALF) < 6), turn.gain, *dims)
     mean, absolute = statistics(heads, seed=t)
     keys = torch.randn(kv_heads, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(t)).to(dtype) * 3
     arguments = (turn.omega, turn.gain, turn.real, turn.imag)
