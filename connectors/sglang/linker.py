@@ -180,8 +180,10 @@ class KVTierLinker(UnifiedCacheLinker):
     def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
         known = self._asked.get(rid)
         if known is not None and (known.first, known.last, known.pages) == (hashes[0], hashes[-1], len(hashes)):
-            return self._store.lookup(rid, known.lookup.keys)
-        lookup = self._store.lookup(rid, self._namespace.page_keys(page_hashes(hashes)))
+            keys = known.lookup.keys
+        else:
+            keys = self._namespace.page_keys(page_hashes(hashes))
+        lookup = self._store.lookup(rid, keys)  # another object if the lease of the last one has ended
         self._asked[rid] = _Asked(hashes[0], hashes[-1], len(hashes), lookup)
         return lookup
 
@@ -275,6 +277,7 @@ class KVTierLinker(UnifiedCacheLinker):
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
         self._quiesce()
+        self._watchers.drain()  # every load has ended; the counter's numbers start again below
         self._offloads.clear()
         for rid in self._store.open_requests():
             self._store.settle(rid)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 DRIVER = Path(__file__).with_name("engine_driver.py")
-START_S = 150.0
+START_S = 240.0  # 30 s on two idle cores
 
 
 class EngineProcess:

@@ -41,7 +41,7 @@ def prompt(n: int, length: int = 200) -> list[int]:
     return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> None:
     """One engine and its successor, since a start costs half a minute."""
     nvme = tmp_path / "kv"
@@ -97,7 +97,7 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     assert second.metrics()['kvtier_hits_total{tier="nvme"}'] == 12
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_an_engine_without_a_page_size_gets_one(run: Any, tiny: Path, tmp_path: Path) -> None:
     engine = run(tiny, block(tmp_path / "kv"))
     cold = engine.one("cold", prompt(2))
@@ -107,7 +107,7 @@ def test_an_engine_without_a_page_size_gets_one(run: Any, tiny: Path, tmp_path: 
     assert engine.metrics()['kvtier_hits_total{tier="host"}'] == 3
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_real_model_gives_the_same_tokens_from_restored_pages(run: Any, tmp_path: Path) -> None:
     from kvtier.cli.demo_model import ensure_model
 

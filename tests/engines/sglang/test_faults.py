@@ -282,6 +282,22 @@ def test_what_arrives_while_a_part_is_being_loaded_is_not_called_a_hit(
     second.assert_nothing_held()
 
 
+def test_a_request_that_waited_longer_than_its_lease_is_looked_up_anew(start: Any, tiny: Path) -> None:
+    from .harness import config, same
+
+    engine = start(tiny, config(lease="20ms"))
+    computed = engine.compute(TOKENS)
+    engine.flush()
+    req = engine.request("patient", TOKENS)
+    time.sleep(0.05)
+    engine.linker._store._drop_expired()  # as a writer does that needs room
+    assert engine.linker._store.open_requests() == []
+    restored = engine.admit(req)
+    assert restored.loaded == len(TOKENS)
+    assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
+    engine.assert_nothing_held()
+
+
 def test_aborts_at_every_stage_leave_nothing_behind(start: Any, tiny: Path, tmp_path: Path) -> None:
     from .harness import config
 
