@@ -431,9 +431,10 @@ def _command(session: Session, words: list[bytes]) -> None:
 def _describe(name: bytes) -> bytes:
     spec = TABLE[name]
     flag = b"+write\r\n" if spec.writes else b"+readonly\r\n"
-    return resp.array(
-        [resp.bulk(name.lower()), resp.integer(spec.arity), resp.array([flag]), *(resp.integer(n) for n in spec.keys)]
-    )
+    described = [resp.bulk(name.lower()), resp.integer(spec.arity), resp.array([flag])]
+    described += [resp.integer(n) for n in spec.keys]
+    # Categories, tips, key specifications and subcommands: none of them is told.
+    return resp.array([*described, *[resp.array([])] * 4])
 
 
 # ---- helpers

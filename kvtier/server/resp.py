@@ -7,6 +7,7 @@ from where they lie. RESP2 and RESP3; the Redis serialization protocol specifica
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -59,6 +60,7 @@ class Stream:
         self._start = self._end = 0
         self.stranger = True
         """Not authenticated yet: only short commands are read."""
+        self._timeout_s = timeout_s
         connected.settimeout(None)
         seconds, micros = divmod(int(timeout_s * 1e6), 1_000_000)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -189,6 +191,37 @@ class Stream:
             raise Disconnected("a reply was left half taken") from None
         except OSError as e:
             raise Disconnected(str(e)) from e
+
+    def send_now(self, parts: Sequence[Buffer]) -> list[Buffer]:
+        """Send what the client takes without waiting; returns the rest. TLS sockets wait. Raises Disconnected."""
+        if self._tls:
+            self.send(parts)
+            return []
+        waiting = [memoryview(p) for p in parts if len(p)]
+        at = 0
+        while at < len(waiting):
+            try:
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX], (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as e:
+                raise Disconnected(str(e)) from e
+            while at < len(waiting) and sent >= len(waiting[at]):
+                sent -= len(waiting[at])
+                at += 1
+            if sent:
+                waiting[at] = waiting[at][sent:]
+        return list(waiting[at:])
+
+    def wait(self) -> bool:
+        """Wait until the client takes more or sends more; True if it sends. Raises Disconnected where it does neither
+        for the timeout."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
+        ready = poll.poll(self._timeout_s * 1000)
+        if not ready:
+            raise Disconnected("a reply was left half taken")
+        return bool(ready[0][1] & ~select.POLLOUT)
 
     def _send_all(self, part: memoryview) -> None:
         while len(part):

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 256 << 10
 """Replies of pipelined commands are gathered up to this; values in them stay pinned until they are sent."""
+_PENDING_MAX_BYTES = 16 << 20
+"""A client that sends on and on without reading its replies has this much kept for it; then it must read."""
 
 
 class Refused:
@@ -74,16 +76,14 @@ class Session:
         try:
             while not self.leaving:
                 if not self._stream.buffered:
-                    self._flush()
-                    self._busy = False
+                    self._push()
+                    self._busy = bool(self._out)
                 args = self._stream.read_command(self._place)
                 self._busy = True
                 try:
                     execute(self, args)
                 finally:
                     self._give_up_places()
-                if self._out_bytes >= _FLUSH_BYTES:
-                    self._flush()
             self._flush()
         except ProtocolError as e:
             self.shared.stats.protocol_error()
@@ -116,6 +116,8 @@ class Session:
     def reply(self, data: bytes) -> None:
         self._out.append(data)
         self._out_bytes += len(data)
+        if self._out_bytes >= _PENDING_MAX_BYTES:
+            self._flush()
 
     def reply_value(self, reading: Reading | None) -> None:
         """A value, sent from where it lies, or null."""
@@ -126,10 +128,27 @@ class Session:
         self._out_bytes += len(reading.view)
         self._readings.append(reading)
         self.shared.stats.sent(len(reading.view))
-        if self._out_bytes >= _FLUSH_BYTES:
+        if self._out_bytes >= _PENDING_MAX_BYTES:
             self._flush()
+        elif self._out_bytes >= _FLUSH_BYTES:
+            self._send_now()
+
+    def _push(self) -> None:
+        """Send replies until all are sent, or the client sends more: one that sends much before it reads must not find
+        us waiting for it to read."""
+        while self._out:
+            self._send_now()
+            if self._out and self._stream.wait():
+                return
+
+    def _send_now(self) -> None:
+        self._out = self._stream.send_now(self._out)
+        self._out_bytes = sum(map(len, self._out))
+        if not self._out:
+            self._release()
 
     def _flush(self) -> None:
+        """Send every reply, however long the client takes for it."""
         if self._out:
             out, self._out, self._out_bytes = self._out, [], 0
             try:

@@ -1,0 +1,581 @@
+"""The cache server with the real clients: redis-py, redis-cli, redis-benchmark, and the Redis tier of this project."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError
+from kvtier.server.app import CacheServer
+from kvtier.server.http import HttpOptions
+from kvtier.server.options import Listen, ServerOptions
+from kvtier.testing.redis_servers import wait_for
+from kvtier.testing.tiers import TierTests
+
+redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
+
+MIB = 1 << 20
+STARTED: list[CacheServer] = []
+
+
+def start(folder: Path, *, host: str = "32MiB", nvme: str = "", http: bool = False, **server: Any) -> CacheServer:
+    tiers: list[dict[str, Any]] = [{"type": "host", "capacity": host}]
+    if nvme:
+        tiers.append({"type": "nvme", "path": str(folder / "nvme"), "capacity": nvme})
+    listen = server.pop("listen", [f"unix:{folder}/k.sock", "tcp:127.0.0.1:0"])
+    block = parse_config({"tiers": tiers, "server": {"listen": listen, "drain": "2s", **server}})
+    assert block.server is not None
+    started = CacheServer(block, ServerOptions.of(block.server), HttpOptions(port=0) if http else None)
+    STARTED.append(started)
+    return started
+
+
+@pytest.fixture(autouse=True)
+def none_left_running() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().stop(0.5)
+
+
+def client_of(server: CacheServer, **options: Any) -> Any:
+    options.setdefault("retry", redis.retry.Retry(redis.backoff.NoBackoff(), 0))
+    where = server.listening[0]
+    if where.path is not None:
+        return redis.Redis(unix_socket_path=str(where.path), **options)
+    return redis.Redis(port=where.port, **options)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CacheServer]:
+    server = start(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=[2, 3])
+def client(server: CacheServer, request: pytest.FixtureRequest) -> Iterator[Any]:
+    with client_of(server, protocol=request.param) as client:
+        yield client
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 16384, 1 << 20, 5 * MIB + 3])
+def test_values_of_any_size_come_back(client: Any, nbytes: int) -> None:
+    value = os.urandom(nbytes)
+    assert client.set("k", value) is True
+    assert client.get("k") == value
+    assert client.strlen("k") == nbytes
+    assert client.getrange("k", 1, 3) == value[1:4]
+    assert client.getrange("k", -3, -1) == value[-3:]
+    assert client.exists("k", "k", "nothing") == 2
+    assert client.delete("k", "nothing") == 1
+    assert client.get("k") is None
+
+
+def test_set_options_and_expiry(client: Any, server: CacheServer) -> None:
+    assert client.set("k", b"1", nx=True) is True
+    assert client.set("k", b"2", nx=True) is None
+    assert client.get("k") == b"1"
+    assert client.ttl("k") == -1 and client.ttl("nothing") == -2
+    assert client.set("k", b"3", ex=100) and 98 <= client.ttl("k") <= 100
+    assert client.expire("k", 50) and 48 <= client.ttl("k") <= 50
+    assert not client.expire("nothing", 50)
+    assert client.set("k", b"4") and client.ttl("k") == -1
+    client.set("short", b"5", px=60)
+    assert client.get("short") == b"5"
+    time.sleep(0.08)
+    assert client.get("short") is None and client.exists("short") == 0
+    assert client.set("short", b"6", nx=True), "an expired value does not count"
+    client.set("shorter", b"7", px=10)
+    time.sleep(0.02)
+    assert server.keyspace.sweep() == 1
+    assert client.expire("k", 0) and client.get("k") is None
+
+
+def test_many_keys(client: Any) -> None:
+    values = {f"key{n}": b"%d" % n * 100 for n in range(500)}
+    assert client.mset(values)
+    assert client.mget(["key7", "nothing", "key8"]) == [b"7" * 100, None, b"8" * 100]
+    assert client.dbsize() == 500
+    found = [k.decode() for k in client.scan_iter(count=20)]
+    assert sorted(found) == sorted(values)
+    assert len(list(client.scan_iter(match="key1?", count=1000))) == 10
+    assert client.unlink(*list(values)[:100]) == 100
+    assert client.flushdb() and client.dbsize() == 0
+    assert list(client.scan_iter()) == []
+
+
+def test_databases_are_apart(client: Any, server: CacheServer) -> None:
+    client.set("k", b"0")
+    with client_of(server, db=3) as other:
+        assert other.get("k") is None
+        other.set("k", b"3")
+        other.flushdb()
+        assert other.dbsize() == 0
+    assert client.get("k") == b"0"
+    with pytest.raises(redis.ResponseError, match="out of range"):
+        client.execute_command("SELECT", 16)
+
+
+def test_the_server_about_itself(client: Any, server: CacheServer) -> None:
+    assert client.ping() and client.echo("hi") == b"hi"
+    info = client.info()
+    assert info["redis_mode"] == "standalone" and info["connected_clients"] >= 1 and info["maxmemory"] == 32 * MIB
+    assert set(client.info("memory")) == {"used_memory", "used_memory_rss", "maxmemory", "maxmemory_policy"}
+    assert client.config_get("max*")["maxmemory"] == str(32 * MIB)
+    assert client.client_setname("me") and client.client_getname() in ("me", b"me")
+    assert client.client_id() > 0 and client.command_count() > 20
+    assert client.client_info()["name"] == "me"
+    assert "get" in client.command()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("LPUSH", "a", "b"), "unknown command 'LPUSH'"),
+        (("GET",), "wrong number of arguments for 'get'"),
+        (("SET", "a", "b", "XX"), "syntax error"),
+        (("SET", "a", "b", "EX", "0"), "invalid expire time"),
+        (("SET", "a", "b", "EX", "x"), "not an integer"),
+        (("MSET", "a", "b", "c"), "wrong number of arguments for 'mset'"),
+        (("SCAN", "x"), "not an integer"),
+        (("CONFIG", "SET", "maxmemory", "1"), "only CONFIG GET"),
+        (("SET", "k" * 241, "v"), "the key has 241 bytes"),
+        (("CLIENT", "KILL", "x"), "unknown subcommand"),
+        (("HELLO", "4"), "unsupported protocol"),
+    ],
+)
+def test_errors_are_named_and_leave_the_connection_good(client: Any, command: tuple[str, ...], message: str) -> None:
+    with pytest.raises(redis.ResponseError, match=message):
+        client.execute_command(*command)
+    assert client.ping()
+
+
+def test_a_pipeline_is_answered_in_order(client: Any) -> None:
+    with client.pipeline(transaction=False) as pipeline:
+        for n in range(2000):
+            pipeline.set(f"k{n % 7}", b"%d" % n)
+            pipeline.get(f"k{n % 7}")
+        replies = pipeline.execute()
+    assert replies[1::2] == [b"%d" % n for n in range(2000)]
+
+
+def test_overwriting_is_atomic(server: CacheServer) -> None:
+    """A reader sees one writer's value, whole, or the other's; never nothing, never a mixture."""
+    values = [bytes([n]) * MIB for n in (1, 2)]
+    with client_of(server) as client:
+        client.set("k", values[0])
+    stop = threading.Event()
+    wrong: list[str] = []
+
+    def write(value: bytes) -> None:
+        with client_of(server) as client:
+            while not stop.is_set():
+                client.set("k", value)
+
+    threads = [threading.Thread(target=write, args=(v,)) for v in values]
+    for thread in threads:
+        thread.start()
+    with client_of(server) as client:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            got = client.get("k")
+            if got not in values:
+                wrong.append("nothing" if got is None else "a mixture")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert server.store is not None and server.store.host.usage().resident_pages == 1
+
+
+# ---- limits
+
+
+def test_values_over_the_limit_are_refused_and_the_connection_stays(tmp_path: Path) -> None:
+    server = start(tmp_path, max_value="1MiB")
+    with client_of(server) as client:
+        with pytest.raises(redis.ResponseError, match=r"this server takes 1048576 \(max_value\)"):
+            client.set("k", bytes(MIB + 1))
+        assert client.set("k", bytes(MIB))
+        with pytest.raises(redis.ResponseError, match="this server takes"):
+            client.mset({"a": b"1", "b": bytes(2 * MIB)})
+        assert client.get("a") is None
+    assert server.store is not None
+    assert server.store.host.usage().used_bytes == MIB
+    server.stop()
+
+
+def test_connections_over_the_limit_are_told_so(tmp_path: Path) -> None:
+    server = start(tmp_path, max_connections=2)
+    one, two = client_of(server), client_of(server)
+    assert one.ping() and two.ping()
+    with socket.socket(socket.AF_UNIX) as three:
+        three.connect(str(server.listening[0].path))
+        assert three.recv(100) == b"-ERR max number of clients reached\r\n"
+        assert three.recv(100) == b""
+    two.close()
+    wait_for(lambda: server.stats.connections == 1, "the connection stays")
+    with client_of(server) as four:
+        assert four.ping()
+    one.close()
+    server.stop()
+
+
+def test_more_values_than_room_evicts_and_forgets_the_oldest(tmp_path: Path) -> None:
+    server = start(tmp_path, host="8MiB")
+    with client_of(server) as client:
+        for n in range(50):
+            assert client.set(f"k{n}", bytes([n]) * 512 * 1024)
+        assert client.dbsize() == 16
+        assert client.get("k49") == bytes([49]) * 512 * 1024 and client.get("k0") is None
+        assert len(list(client.scan_iter())) == 16
+    server.stop()
+
+
+def test_many_connections_leak_nothing(server: CacheServer) -> None:
+    def open_files() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before, threads = open_files(), threading.active_count()
+    path = str(server.listening[0].path)
+    for _ in range(20):
+        sockets = []
+        for n in range(50):
+            s = socket.socket(socket.AF_UNIX)
+            s.connect(path)
+            s.sendall(
+                (b"PING\r\n", b"*2\r\n$3\r\nGET\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\nabc", b"")[n % 4]
+            )
+            sockets.append(s)
+        for s in sockets:
+            s.close()
+    wait_for(lambda: server.stats.connections == 0, "connections stay open")
+    wait_for(lambda: threading.active_count() <= threads and open_files() <= before, "threads or files stay")
+    assert server.store is not None and server.store.host.usage().used_bytes == 0
+    assert server.store.open_requests() == []
+
+
+# ---- who may do what
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[CacheServer]:
+    for name in ("alice", "bob", "reader", "default"):
+        (tmp_path / name).write_text(f"{name}-secret\n")
+    users = [
+        {"name": "alice", "password_file": str(tmp_path / "alice"), "prefixes": ["a:"], "quota": "2MiB"},
+        {"name": "bob", "password_file": str(tmp_path / "bob"), "prefixes": ["b:", "shared:"]},
+        {"name": "reader", "password_file": str(tmp_path / "reader"), "read_only": True},
+    ]
+    server = start(tmp_path, users=users, password_file=str(tmp_path / "default"), http=True)
+    yield server
+    server.stop()
+
+
+def test_nothing_without_a_password(tenants: CacheServer) -> None:
+    with client_of(tenants) as stranger:
+        for command in (("GET", "a:1"), ("SET", "a:1", "x"), ("PING",), ("INFO",), ("SCAN", "0"), ("NONSENSE",)):
+            with pytest.raises((redis.AuthenticationError, redis.ResponseError)):
+                stranger.execute_command(*command)
+    for name, password in (("alice", "wrong"), ("nobody", "x"), (None, "alice-secret")):
+        with client_of(tenants, username=name, password=password) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+    for protocol in (2, 3):
+        with client_of(tenants, password="default-secret", protocol=protocol) as client:
+            assert client.ping()
+
+
+def test_a_user_sees_and_touches_only_its_own(tenants: CacheServer) -> None:
+    alice = client_of(tenants, username="alice", password="alice-secret")
+    bob = client_of(tenants, username="bob", password="bob-secret")
+    alice.mset({"a:1": b"1", "a:2": b"2"})
+    bob.mset({"b:1": b"3", "shared:1": b"4"})
+    for command in (
+        ("GET", "b:1"), ("SET", "b:1", "x"), ("MGET", "a:1", "b:1"), ("DEL", "b:1"), ("EXISTS", "b:1"), ("TTL", "b:1"),
+        ("STRLEN", "b:1"), ("MSET", "a:1", "x", "b:1", "x"), ("EXPIRE", "b:1", "1"), ("UNLINK", "a:1", "b:1"),
+        ("GETRANGE", "b:1", "0", "1"),
+    ):  # fmt: skip
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            alice.execute_command(*command)
+    assert alice.get("a:1") == b"1" and bob.get("b:1") == b"3"
+    assert (alice.dbsize(), bob.dbsize()) == (2, 2)
+    assert sorted(alice.scan_iter()) == [b"a:1", b"a:2"]
+    assert alice.info("keyspace")["db0"]["keys"] == 2
+    alice.flushdb()
+    assert (alice.dbsize(), bob.dbsize()) == (0, 2)
+    with client_of(tenants, username="reader", password="reader-secret") as reader:
+        assert reader.get("b:1") == b"3"
+        for command in (("SET", "b:1", "x"), ("DEL", "b:1"), ("FLUSHDB",)):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                reader.execute_command(*command)
+    alice.close()
+    bob.close()
+
+
+def test_a_quota_is_an_explicit_counted_refusal(tenants: CacheServer) -> None:
+    with client_of(tenants, username="alice", password="alice-secret") as alice:
+        alice.set("a:1", bytes(MIB))
+        alice.set("a:2", bytes(MIB))
+        with pytest.raises(redis.ResponseError, match="alice has 2097152 of 2097152 bytes"):
+            alice.set("a:3", b"x")
+        alice.set("a:2", bytes(MIB // 2))
+        alice.set("a:3", bytes(MIB // 2))
+        alice.delete("a:1")
+        assert alice.set("a:4", bytes(MIB))
+    assert tenants.http is not None
+    metrics = urllib.request.urlopen(tenants.http.url + "/metrics").read().decode()
+    assert 'kvtier_server_refused_values_total{reason="quota"} 1.0' in metrics
+    assert 'kvtier_server_quota_used_bytes{user="alice"} 2.097152e+06' in metrics
+
+
+def test_it_refuses_to_listen_to_everybody_without_a_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reachable from other machines"):
+        start(tmp_path, listen=["tcp:0.0.0.0:0"])
+
+
+# ---- its process
+
+
+def test_health_says_what_is_true(tmp_path: Path) -> None:
+    server = start(tmp_path, http=True, nvme="64MiB")
+    assert server.http is not None
+    for path in ("/livez", "/readyz"):
+        assert urllib.request.urlopen(server.http.url + path).status == 200
+    metrics = urllib.request.urlopen(server.http.url + "/metrics").read().decode()
+    for name in ("kvtier_server_commands_total", "kvtier_tier_used_bytes", "kvtier_lookups_total"):
+        assert name in metrics
+    assert server.store is not None
+    server.store.host.close()  # the store fails underneath
+    time.sleep(1.1)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(server.http.url + "/readyz")
+    assert refusal.value.code == 503
+    refusal.value.close()
+    server.stop()
+
+
+def test_values_survive_a_restart_with_their_expiry(tmp_path: Path) -> None:
+    server = start(tmp_path, nvme="64MiB")
+    with client_of(server) as client:
+        client.mset({f"k{n}": bytes([n]) * 10_000 for n in range(20)})
+        client.set("k0", b"newer")
+        client.set("timed", b"x", ex=100)
+        client.expire("k1", 200)
+        client.delete("k2")
+    server.stop()
+    server = start(tmp_path, nvme="64MiB")
+    with client_of(server) as client:
+        assert client.dbsize() == 20
+        assert client.get("k0") == b"newer" and client.get("k2") is None
+        assert client.get("k19") == bytes([19]) * 10_000
+        assert 90 < client.ttl("timed") <= 100 and 190 < client.ttl("k1") <= 200
+    server.stop()
+
+
+def test_a_damaged_value_is_a_miss(server: CacheServer) -> None:
+    with client_of(server) as client:
+        client.set("k", bytes(100_000))
+        assert server.store is not None
+        entry = server.keyspace.find(0, b"k")
+        assert entry is not None
+        (pin,) = server.store.host.pin_many([entry.page])
+        assert pin is not None
+        server.store.host.view(pin[0])[5000] ^= 1
+        server.store.host.unpin_many([pin[0]])
+        assert client.get("k") is None
+        assert client.dbsize() == 0
+        assert server.store.host.usage().quarantined_pages == 1
+        assert client.set("k", b"again") and client.get("k") == b"again"
+
+
+def run_serve(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], list[str]]:
+    command = [sys.executable, "-m", "kvtier.cli", "serve", *arguments]
+    with (folder / "err").open("wb") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+    lines = []
+    assert process.stdout is not None
+    while (line := process.stdout.readline().decode().strip()).startswith("listening"):
+        lines.append(line)
+        if len(lines) == sum(a == "--listen" for a in arguments):
+            break
+    if not lines:
+        process.kill()
+        raise AssertionError((folder / "err").read_text())
+    return process, lines
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_stays_bounded_and_sigterm_drains(tmp_path: Path) -> None:
+    """Twice the capacity is put: RSS within capacity + 15 % + 100 MiB. Then it is told to stop during a put."""
+    capacity = 128 * MIB
+    path = tmp_path / "k.sock"
+    process, _ = run_serve(tmp_path, "--listen", f"unix:{path}", "--host-capacity", "128MiB")
+    try:
+        with redis.Redis(unix_socket_path=str(path)) as client:
+            value = os.urandom(MIB)
+            for n in range(256):
+                client.set(f"big{n}", value[: MIB - n])
+            with client.pipeline(transaction=False) as pipeline:
+                for n in range(5000):
+                    pipeline.set(f"small{n}", value[:1000])
+                pipeline.execute()
+            assert client.get("big255") == value[: MIB - 255]
+        assert rss_bytes(process.pid) < capacity * 1.15 + 100 * MIB
+        slow = socket.socket(socket.AF_UNIX)
+        slow.connect(str(path))
+        slow.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10\r\n01234")
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        slow.sendall(b"56789\r\n")
+        assert slow.recv(100) == b"+OK\r\n", "the command under way is finished"
+        slow.close()
+        assert process.wait(10) == 0
+        assert not path.exists()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli: apt-get install redis-tools")
+def test_redis_cli_and_redis_benchmark_work_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret")
+    process, lines = run_serve(
+        tmp_path, "--listen", "tcp:127.0.0.1:0", "--host-capacity", "64MiB", "--password-file", str(tmp_path / "secret")
+    )
+    port = lines[0].rpartition(":")[2]
+    environment = {**os.environ, "REDISCLI_AUTH": "s3cret"}
+
+    def cli(*arguments: str) -> str:
+        done = subprocess.run(
+            ["redis-cli", "-p", port, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=environment,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        assert cli("set", "a", "1") == "OK"
+        assert cli("-3", "get", "a") == "1"
+        assert cli("--scan") == "a"
+        assert "redis_version" in cli("info")
+        assert cli("lpush", "a", "1").startswith("ERR unknown command")
+        done = subprocess.run(
+            ["redis-benchmark", "-p", port, "-a", "s3cret", "-t", "ping,set,get,mset", "-n", "500", "-c", "8",
+             "-P", "4", "-d", "5000", "--csv"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        measured = [line.split(",")[0] for line in done.stdout.splitlines()[1:]]
+        assert {'"SET"', '"GET"', '"MSET (10 keys)"'} <= set(measured), done.stdout + done.stderr
+        assert "Error" not in done.stderr
+        command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert b"s3cret" not in command_line
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--host-capacity is missing"),
+        (["--host-capacity", "4GiB", "--listen", "tcp:0.0.0.0:0"], "reachable from other machines"),
+        (["--host-capacity", "lots"], "must be a size"),
+        (["--host-capacity", "4GiB", "--nvme", "200GiB"], "must be DIR:SIZE"),
+        (["--host-capacity", "4GiB", "--http", "9404"], "must be HOST:PORT"),
+        (["--host-capacity", "4GiB", "--password-file", "/nowhere"], "cannot be read"),
+        (["--config", "/nowhere", "--nvme", "a:1GiB"], "already says everything"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.cli import main
+
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_unix_socket_is_for_its_owner_and_for_one_server(server: CacheServer, tmp_path: Path) -> None:
+    path = server.listening[0].path
+    assert path is not None and path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="another process listens there"):
+        start(tmp_path, listen=[f"unix:{path}"])
+    assert client_of(server).ping()
+
+
+def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "k.sock"))
+    left.close()
+    server = start(tmp_path)
+    with client_of(server) as client:
+        assert client.ping()
+    assert Listen.parse(f"unix:{tmp_path}/k.sock") == server.listening[0]
+    server.stop()
+    assert not (tmp_path / "k.sock").exists()
+
+
+# ---- as a tier
+
+
+class TestAsSharedTier(TierTests):
+    """An engine's Redis tier over the cache server passes the same suite as over Redis."""
+
+    @pytest.fixture(autouse=True)
+    def _use(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("s")
+        self.server = start(folder, max_value="2MiB")
+        yield
+        self.server.stop()
+
+    def make_tier(self, directory: Path, capacity_bytes: int):  # type: ignore[no-untyped-def,override]
+        from kvtier.storage_backends.redis.options import RedisOptions
+        from kvtier.storage_backends.redis.tier import RedisTier
+
+        url = f"unix://{self.server.listening[0].path}"
+        return RedisTier(RedisOptions.of(url, prefix=f"{directory.name}:", timeout_s=5.0))
+
+    def flip_bit(self, tier, key: bytes, nbytes: int, bit: int) -> None:  # type: ignore[no-untyped-def]
+        with client_of(self.server) as client:
+            name = tier._name(key)
+            value = bytearray(client.get(name))
+            value[96 + bit // 8] ^= 1 << bit % 8
+            client.set(name, bytes(value))
+
+    test_one_size_fills_the_capacity = None  # type: ignore[assignment]
+    test_the_least_recently_used_page_goes_first = None  # type: ignore[assignment]
+    test_looking_does_not_refresh = None  # type: ignore[assignment]
+    test_space_moves_between_sizes = None  # type: ignore[assignment]
+    test_a_capacity_of_one_slot = None  # type: ignore[assignment]
+    test_the_listener_hears_of_every_removal = None  # type: ignore[assignment]
+    test_right_bytes_under_a_wrong_key_are_corrupt = None  # type: ignore[assignment]
+    test_a_buffer_that_cannot_be_written_is_refused_and_nothing_stays_pinned = None  # type: ignore[assignment]
+    test_a_persistent_tier_is_found_again = None  # type: ignore[assignment]
