@@ -322,9 +322,9 @@ def test_a_user_sees_and_touches_only_its_own(tenants: CacheServer) -> None:
     assert (alice.dbsize(), bob.dbsize()) == (0, 2)
     with client_of(tenants, username="reader", password="reader-secret") as reader:
         assert reader.get("b:1") == b"3"
-        for command in (("SET", "b:1", "x"), ("DEL", "b:1"), ("FLUSHDB",)):
+        for write in (("SET", "b:1", "x"), ("DEL", "b:1"), ("FLUSHDB",)):
             with pytest.raises(redis.exceptions.NoPermissionError):
-                reader.execute_command(*command)
+                reader.execute_command(*write)
     alice.close()
     bob.close()
 
@@ -556,7 +556,7 @@ class TestAsSharedTier(TierTests):
         yield
         self.server.stop()
 
-    def make_tier(self, directory: Path, capacity_bytes: int):  # type: ignore[no-untyped-def,override]
+    def make_tier(self, directory: Path, capacity_bytes: int):  # type: ignore[no-untyped-def]
         from kvtier.storage_backends.redis.options import RedisOptions
         from kvtier.storage_backends.redis.tier import RedisTier
 
