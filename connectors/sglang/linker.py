@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import Gauge
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -111,16 +112,15 @@ class KVTierLinker(UnifiedCacheLinker):
         _refuse_unsupported(args, model_config, components)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self._pool = DevicePool.of(pool, params.page_size)
-        self._open(config, identity.identify(model_config, args))
-
         self.forward_stream = forward_stream
-        self._epoch = 0
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
+        self._epoch = 0
         self._asked: dict[str, _Asked] = {}
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
         self._offloads: deque[Ticket[OffloadResult]] = deque()
+        self._open(config, identity.identify(model_config, args))
 
     def _open(self, config: Config, engine: identity.EngineIdentity) -> None:
         self._config = config
@@ -140,6 +140,14 @@ class KVTierLinker(UnifiedCacheLinker):
         self._http: HttpExporter | None = None
         try:
             self._mover = self._new_mover()
+            self._show(
+                "kvtier_open_requests",
+                "Requests looked up and not yet started or dropped, or loading",
+                self._open_requests,
+            )
+            self._show(
+                "kvtier_pending_offloads", "Offloads whose result the engine has not taken", lambda: len(self._offloads)
+            )
             if config.http is not None:
                 nbytes = self._mover.layout(self._codec).cold_page_bytes
                 self._http = HttpExporter(
@@ -156,6 +164,12 @@ class KVTierLinker(UnifiedCacheLinker):
             self._pool.spec.page_tokens,
             self._pool.spec.hot_page_bytes,
         )
+
+    def _show(self, name: str, text: str, value: Callable[[], int]) -> None:
+        Gauge(name, text, registry=self.ledger.registry).set_function(value)
+
+    def _open_requests(self) -> int:
+        return len(self._store.open_requests())
 
     def _new_mover(self) -> PageMover:
         return PageMover(

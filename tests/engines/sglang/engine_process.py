@@ -97,6 +97,16 @@ class EngineProcess:
             lines = answer.read().decode().splitlines()
         return {m[1]: float(m[2]) for line in lines if (m := re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)", line))}
 
+    def ready(self) -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=10) as answer:
+            ok: bool = answer.status == 200
+            return ok
+
+    def left_behind(self) -> list[int]:
+        """Processes of the engine's group that are still there."""
+        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+        return [pid for pid in pids if _group_of(pid) == self._process.pid]
+
     def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0) -> None:
         """Wait until a tier holds at least `pages`."""
         give_up = time.monotonic() + limit_s
@@ -111,13 +121,11 @@ class EngineProcess:
         self._reap()
 
     def stop(self) -> None:
-        """End as an engine ends that is asked to."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(30)
-        self.kill()
+        """End as an engine ends that is asked to; fails if it does not."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(60)
+        assert code == 0, self.log.read_text(errors="replace")[-4000:]
 
     def _reap(self) -> None:
         self._process.wait(10)
@@ -141,6 +149,13 @@ class EngineProcess:
             raise AssertionError(f"the engine did not answer within {limit_s} s; its log ends with:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _free_port() -> int:

@@ -83,6 +83,7 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     assert len(done) >= 66
     assert engine.flush()
     metrics = engine.metrics()
+    assert metrics["kvtier_open_requests"] == metrics["kvtier_pending_offloads"] == 0
     hits = sum(v for k, v in metrics.items() if k.startswith("kvtier_hits_total"))
     misses = sum(v for k, v in metrics.items() if k.startswith("kvtier_misses_total"))
     assert metrics["kvtier_lookups_total"] == hits + misses
@@ -98,13 +99,19 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(400)
-def test_an_engine_without_a_page_size_gets_one(run: Any, tiny: Path, tmp_path: Path) -> None:
+def test_a_default_page_size_and_an_orderly_end(run: Any, tiny: Path, tmp_path: Path) -> None:
     engine = run(tiny, block(tmp_path / "kv"))
     cold = engine.one("cold", prompt(2))
     assert engine.flush()
     warm = engine.one("warm", prompt(2))
     assert warm["cached"] == 192 == 3 * 64 and warm["ids"] == cold["ids"]
     assert engine.metrics()['kvtier_hits_total{tier="host"}'] == 3
+    assert engine.ready()
+    engine.stop()
+    assert engine.left_behind() == []
+    second = run(tiny, block(tmp_path / "kv"))
+    assert second.one("restored", prompt(2))["cached"] == 192
+    assert second.metrics()['kvtier_hits_total{tier="nvme"}'] == 3
 
 
 @pytest.mark.timeout(400)
