@@ -241,7 +241,7 @@ class EvictingGeneration:
         beams = options.get("num_beams", getattr(config, "num_beams", None)) or 1
         if beams > 1:
             raise ConfigError(f"num_beams = {beams}: sequences with evictions cannot be searched by beams; use 1")
-        for option in ("assistant_model", "prompt_lookup_num_tokens", self._cache_argument):
+        for option in ("assistant_model", "prompt_lookup_num_tokens", "inputs_embeds", self._cache_argument):
             if options.get(option) is not None:
                 raise ConfigError(f"option {option!r}: not supported together with eviction; leave it out")
 

@@ -329,6 +329,7 @@ def test_generate_refuses_what_eviction_cannot_do(llama: Any, statistics: Calibr
     for options, words in (
         ({"num_beams": 4}, "num_beams = 4"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"inputs_embeds": torch.zeros(2, 5, 64)}, "inputs_embeds"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1] * 5])}, "one length"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -124,7 +124,8 @@ class TriAttention(CompressionManager):
                     f"option {OPTION!r}: layer {layer} has a KV head without statistics, which 'eviction_mode' = "
                     f"{self._mode!r} needs; use 'union' or calibrate all heads"
                 )
-        if not sampled.any():
+        scored = [layer for layer in range(geometry.layers) if geometry.window(layer) is None]
+        if not sampled[scored].any():
             raise ConfigError(f"option {OPTION!r}: the file has statistics of none of this rank's heads")
 
     def on_request_init(self, requests: Sequence[LiveRequest], **kwargs: Any) -> None:
@@ -190,7 +191,8 @@ class TriAttention(CompressionManager):
         sampled = self._calibration.sampled[layer, first : first + geometry.query_heads]
         if sampled.all():
             return scores
-        if not sampled.any():
+        scored = [layer for layer in range(geometry.layers) if geometry.window(layer) is None]
+        if not sampled[scored].any():
             return None
         kept = torch.from_numpy(sampled.nonzero()[0]).to(scores.device)
         if self._mode == "union":
