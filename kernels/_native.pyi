@@ -35,6 +35,17 @@ def decode_pages(
     buffer_begin: int,
     buffer_end: int,
 ) -> None: ...
+def page_errors(
+    plan: _I64,
+    page_ids: _I64,
+    valid_tokens: npt.NDArray[np.int32],
+    page_tokens: int,
+    arena: _U8,
+    offsets: _I64,
+    cold_bytes: int,
+    table_offset: int,
+    sums_out: _F64,
+) -> None: ...
 def checksum_pages(
     arena: _U8, offsets: _I64, nbytes: int | _I64, seeds: npt.NDArray[np.uint64], checksums_out: _U8
 ) -> None: ...

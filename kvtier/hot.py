@@ -20,6 +20,8 @@ class HotLayout(str, Enum):
     HND: ``[pages, heads, page_tokens, dim]``.
     SEQ: ``[heads, tokens, dim]``, one sequence; page p holds its tokens ``[p * page_tokens, ...)``; the last page
     may be partial.
+
+    Buffers with one row per page (state, index keys) are ``[pages, heads, dim]`` in every layout.
     """
 
     NHD = "nhd"
@@ -63,12 +65,22 @@ class HotPool:
         return HotPool(spec, tuple(_describe(spec, b, a, layout) for b, a in zip(spec.buffers, arrays, strict=True)))
 
 
-_AXES = {HotLayout.NHD: ("token", "head", "dim"), HotLayout.HND: ("page", "head", "token", "dim"), HotLayout.SEQ: ("head", "token", "dim")}
+_AXES = {
+    HotLayout.NHD: ("token", "head", "dim"),
+    HotLayout.HND: ("page", "head", "token", "dim"),
+    HotLayout.SEQ: ("head", "token", "dim"),
+}
 
 
 def _describe(spec: PageSpec, buffer: BufferSpec, array: Any, layout: HotLayout) -> HotBuffer:
     address, shape, strides, itemsize = _memory(array)
-    axes = _AXES[layout]
+    per_page = buffer.tokens != spec.page_tokens
+    if per_page and buffer.tokens != 1:
+        raise SpecError(
+            f"{buffer.role.value} buffer of layer {buffer.layer} has {buffer.tokens} tokens in a page of "
+            f"{spec.page_tokens}: a buffer has one row per token or one per page"
+        )
+    axes = ("page", "head", "dim") if per_page else _AXES[layout]
     if len(shape) != len(axes):
         raise SpecError(f"layout {layout.value} has axes {axes}, got an array of shape {shape}")
     size = dict(zip(axes, shape, strict=True))
@@ -80,6 +92,8 @@ def _describe(spec: PageSpec, buffer: BufferSpec, array: Any, layout: HotLayout)
         )
     if step["dim"] != itemsize and buffer.dim > 1:
         raise SpecError(f"the last axis must be contiguous, its stride is {step['dim']} bytes")
+    if per_page:
+        return HotBuffer(address, step["page"], step["head"], 0, size["page"] * spec.page_tokens, array)
     if layout is HotLayout.HND:
         if size["token"] != spec.page_tokens:
             raise SpecError(f"pages of {size['token']} tokens in a pool for pages of {spec.page_tokens}")
@@ -102,7 +116,13 @@ def _memory(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
 def dtype_of(array: Any) -> DType:
     """The DType of a torch tensor, by the name torch gives it."""
     name = str(array.dtype).removeprefix("torch.")
-    known = {"bfloat16": DType.BF16, "float16": DType.FP16, "float32": DType.FP32, "float8_e4m3fn": DType.FP8_E4M3, "uint8": DType.UINT8}
+    known = {
+        "bfloat16": DType.BF16,
+        "float16": DType.FP16,
+        "float32": DType.FP32,
+        "float8_e4m3fn": DType.FP8_E4M3,
+        "uint8": DType.UINT8,
+    }
     if name not in known:
         raise SpecError(f"KV dtype {name!r} is not supported; supported: {', '.join(sorted(known))}")
     return known[name]

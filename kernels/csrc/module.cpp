@@ -69,6 +69,18 @@ void decode(const Plan& plan, const Vector<const int64_t>& page_ids, const Vecto
   decode_pages(batch, arena.data(), buffer_begin, buffer_end);
 }
 
+void errors(const Plan& plan, const Vector<const int64_t>& page_ids, const Vector<const int32_t>& valid_tokens,
+            int64_t page_tokens, const Vector<const uint8_t>& arena, const Vector<const int64_t>& offsets,
+            int64_t cold_bytes, int64_t table_offset, const Array<double, nb::shape<-1, -1, 2>>& sums_out) {
+  const Batch batch = batch_of(plan, page_ids, valid_tokens, page_tokens, arena, offsets, cold_bytes, table_offset);
+  same_length("sums_out", sums_out.shape(0), page_ids.size());
+  if (sums_out.shape(1) != plan.shape(0)) fail("sums_out must have a row per part of the plan");
+  nb::gil_scoped_release nogil;
+  check(batch);
+  check_decode(batch, arena.data(), 0, batch.num_buffers);
+  page_errors(batch, arena.data(), sums_out.data());
+}
+
 // Cold pages in an arena: all of one size, or each of its own.
 struct ColdPages {
   const uint8_t* arena;
@@ -193,6 +205,10 @@ NB_MODULE(_native, m) {
   m.def("decode_pages", &decode, nb::arg("plan").noconvert(), nb::arg("page_ids").noconvert(),
         nb::arg("valid_tokens").noconvert(), "page_tokens"_a, nb::arg("arena").noconvert(),
         nb::arg("offsets").noconvert(), "cold_bytes"_a, "table_offset"_a, "buffer_begin"_a, "buffer_end"_a);
+
+  m.def("page_errors", &errors, nb::arg("plan").noconvert(), nb::arg("page_ids").noconvert(),
+        nb::arg("valid_tokens").noconvert(), "page_tokens"_a, nb::arg("arena").noconvert(),
+        nb::arg("offsets").noconvert(), "cold_bytes"_a, "table_offset"_a, nb::arg("sums_out").noconvert());
 
   m.def("checksum_pages", &checksum<int64_t>, nb::arg("arena").noconvert(), nb::arg("offsets").noconvert(), "nbytes"_a,
         nb::arg("seeds").noconvert(), nb::arg("checksums_out").noconvert());

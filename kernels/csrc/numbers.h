@@ -12,7 +12,10 @@ constexpr int kScaleMinCode = 0x08;  // 2^-6, the smallest normal e4m3
 constexpr int kScaleMaxCode = 0x7E;  // 448
 
 // Element types of hot buffers. The numbers are part of the plan that Python builds.
-enum class DType : int64_t { kBF16 = 0, kFP16 = 1, kFP32 = 2, kBytes = 3 };
+enum class DType : int64_t { kBF16 = 0, kFP16 = 1, kFP32 = 2, kBytes = 3, kFP8 = 4 };
+
+// How a part of a buffer is stored. The numbers are part of the plan that Python builds.
+enum class Coding : int64_t { kRaw = 0, kNvfp4 = 1, kTwoFp4 = 2, kOffset = 3, kToken = 4, kFp8 = 5, kFp8Mean = 6 };
 
 inline uint32_t bits_of(float x) {
   uint32_t b;
@@ -71,6 +74,15 @@ inline float e4m3_to_float(uint8_t code) {
   else
     x = std::ldexp(float(8 + mantissa), exponent - 10);
   return code & 0x80 ? -x : x;
+}
+
+// Nearest even, saturating at 448; the sign of zero is kept.
+inline uint8_t e4m3_of(float x) {
+  const float limited = std::fabs(x) < 448.0f ? std::fabs(x) : 448.0f;
+  const uint32_t b = bits_of(limited);
+  const uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - (120u << 3);
+  const uint32_t small = bits_of(limited + 16384.0f) - 0x46800000u;  // the sum's last bit is worth 2^-9
+  return uint8_t((limited < 0.015625f ? small : normal) | ((bits_of(x) >> 24) & 0x80u));
 }
 
 inline float power_of_two(int k) { return std::ldexp(1.0f, k); }

@@ -1,11 +1,13 @@
 #include "pages.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "forms.h"
 #include "rows.h"
 #include "xxh3.h"
 
@@ -21,10 +23,14 @@ std::string text(int64_t n) { return std::to_string(n); }
 
 DType dtype_of(const BufferPlan& b) { return DType(b.dtype); }
 int64_t item_bytes(const BufferPlan& b) {
-  return dtype_of(b) == DType::kFP32 ? 4 : dtype_of(b) == DType::kBytes ? 1 : 2;
+  return dtype_of(b) == DType::kFP32 ? 4 : dtype_of(b) == DType::kBytes || dtype_of(b) == DType::kFP8 ? 1 : 2;
 }
 // The 16-bit type that a compressed buffer is encoded from and decoded to.
-DType coded_dtype(const BufferPlan& b) { return dtype_of(b) == DType::kFP16 ? DType::kFP16 : DType::kBF16; }
+DType coded_dtype(const BufferPlan& b) {
+  return dtype_of(b) == DType::kFP16 || dtype_of(b) == DType::kFP8 ? DType::kFP16 : DType::kBF16;
+}
+// Plain NVFP4 of 16-bit and 32-bit values goes straight from hot to cold memory; everything else takes the forms' way.
+bool direct(const BufferPlan& b) { return Coding(b.coding) == Coding::kNvfp4 && dtype_of(b) != DType::kFP8; }
 int64_t values(const BufferPlan& b) { return b.heads * b.tokens * b.dim; }
 int64_t row_bytes(const BufferPlan& b) { return b.dim * item_bytes(b); }
 bool per_token(const Batch& batch, const BufferPlan& b) { return b.tokens == batch.page_tokens; }
@@ -47,7 +53,24 @@ struct Extent {
 
 int64_t table_bytes(const Batch& batch) {
   if (batch.table_offset < 0) return 0;
-  return std::count_if(batch.buffers, batch.buffers + batch.num_buffers, [](const BufferPlan& b) { return b.compressed; });
+  return std::count_if(batch.buffers, batch.buffers + batch.num_buffers, [](const BufferPlan& b) { return b.has_k(); });
+}
+
+struct Sizes {
+  int64_t data, scales, side;
+};
+
+Sizes sizes_of(const BufferPlan& b) {
+  const int64_t n = values(b), mean = b.heads * b.dim * 2;
+  switch (Coding(b.coding)) {
+    case Coding::kNvfp4: return {n / 2, n / kGroup, 0};
+    case Coding::kTwoFp4: return {n, n / (kGroup / 2), 0};
+    case Coding::kOffset: return {n / 2, n / kGroup, mean};
+    case Coding::kToken: return {n / 2, n / kGroup, mean * (b.tokens / kGroup)};
+    case Coding::kFp8: return {n, 0, 0};
+    case Coding::kFp8Mean: return {n, 0, mean + (b.heads * b.tokens + 7) / 8};
+    default: return {n * item_bytes(b), 0, 0};
+  }
 }
 
 // Everything that is written in a cold page besides padding, in order.
@@ -55,12 +78,10 @@ std::vector<Extent> extents(const Batch& batch) {
   std::vector<Extent> all;
   for (int64_t i = 0; i < batch.num_buffers; ++i) {
     const BufferPlan& b = batch.buffers[i];
-    if (b.compressed) {
-      all.push_back({b.data_offset, b.data_offset + values(b) / 2});
-      all.push_back({b.scale_offset, b.scale_offset + values(b) / kGroup});
-    } else {
-      all.push_back({b.data_offset, b.data_offset + values(b) * item_bytes(b)});
-    }
+    const Sizes sizes = sizes_of(b);
+    all.push_back({b.data_offset, b.data_offset + sizes.data});
+    if (sizes.scales) all.push_back({b.scale_offset, b.scale_offset + sizes.scales});
+    if (sizes.side) all.push_back({b.side_offset, b.side_offset + sizes.side});
   }
   if (table_bytes(batch)) all.push_back({batch.table_offset, batch.table_offset + table_bytes(batch)});
   std::sort(all.begin(), all.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
@@ -83,13 +104,18 @@ void check_buffer(const Batch& batch, int64_t index) {
   const std::string name = "buffer " + text(index);
   if (b.address == 0) fail(name + ": address is 0");
   if (b.heads < 1 || b.tokens < 1 || b.dim < 1) fail(name + ": heads, tokens and dim must be at least 1");
-  if (b.dtype < 0 || b.dtype > int64_t(DType::kBytes)) fail(name + ": unknown dtype code " + text(b.dtype));
+  if (b.dtype < 0 || b.dtype > int64_t(DType::kFP8)) fail(name + ": unknown dtype code " + text(b.dtype));
   int64_t bytes;
   if (__builtin_mul_overflow(b.heads, b.tokens, &bytes) || __builtin_mul_overflow(bytes, b.dim, &bytes) ||
       __builtin_mul_overflow(bytes, int64_t(4), &bytes))
     fail(name + ": too large");
-  if (!b.compressed) return;
+  if (b.coding < 0 || b.coding > int64_t(Coding::kFp8Mean)) fail(name + ": unknown coding " + text(b.coding));
+  if (!b.compressed()) return;
   if (dtype_of(b) == DType::kBytes) fail(name + ": bytes cannot be compressed");
+  if (Coding(b.coding) == Coding::kToken && b.tokens % kGroup)
+    fail(name + ": " + text(b.tokens) + " tokens are not a multiple of " + text(kGroup));
+  if (dtype_of(b) == DType::kFP8 && !(b.fp8_scale() > 0 && std::isfinite(b.fp8_scale()) && std::isfinite(1 / b.fp8_scale())))
+    fail(name + ": fp8_scale must be a positive number");
   if (b.dim % kGroup) fail(name + ": dim " + text(b.dim) + " is not a multiple of " + text(kGroup));
 }
 
@@ -100,7 +126,7 @@ Ahead ahead_of(const Batch& batch, int64_t n, int64_t begin, int64_t end, int64_
   if (page == batch.num_pages) return {};
   const BufferPlan& b = batch.buffers[n];
   const BufferPlan& next = batch.buffers[last ? begin : n + 1];
-  const bool alike = next.compressed && next.dtype == b.dtype && next.heads == b.heads && next.tokens == b.tokens &&
+  const bool alike = next.coding == b.coding && next.dtype == b.dtype && next.heads == b.heads && next.tokens == b.tokens &&
                      next.dim == b.dim && next.head_stride == b.head_stride && next.token_stride == b.token_stride;
   if (!alike) return {};
   const ptrdiff_t slot = batch.offsets[page] - batch.offsets[i];
@@ -141,10 +167,17 @@ Span dense(Span span, int64_t item_bytes) {
 }
 
 // Largest magnitude of the valid rows as bits of the coded type.
-uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, const Span& cold_order) {
+uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, const Span& cold_order) {
+  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 0});
   const Span span = dense(cold_order, item_bytes(b));
   if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
   return uint16_t(kernels.amax16(span.rows, span.dim));
+}
+
+// k is chosen for the largest number that will be quantized: the distance from a mean is at most twice the amax.
+float largest(const BufferPlan& b, uint16_t amax) {
+  const float value = coded_dtype(b) == DType::kFP16 ? fp16_to_float(amax) : bf16_to_float(amax);
+  return Coding(b.coding) == Coding::kOffset || Coding(b.coding) == Coding::kToken ? 2.0f * value : value;
 }
 
 template <class F>
@@ -199,20 +232,24 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
   for (int64_t n = 0; n < batch.num_buffers; ++n) {
     const BufferPlan& b = batch.buffers[n];
     const int64_t tokens = valid_tokens(batch, b, i);
-    const Span span = span_of(b, page_address(b, batch.page_ids[i]), tokens);
-    if (!b.compressed) {
+    uint8_t* page = page_address(b, batch.page_ids[i]);
+    const Span span = span_of(b, page, tokens);
+    if (!b.compressed()) {
       copy_in(b, span, tokens, cold);
       continue;
     }
-    const uint16_t amax = amax_bits(kernels, b, span);
+    const uint16_t amax = amax_bits(kernels, b, page, tokens, span);
     if (amax >= (coded_dtype(b) == DType::kFP16 ? 0x7C00 : 0x7F80)) return kNonFinite;
     GlobalScaleChoice choice{0, false};
-    if (batch.table_offset >= 0) {
-      choice = select_k(coded_dtype(b), amax);
+    if (batch.table_offset >= 0 && b.has_k()) {
+      choice = select_k(dtype_of(b), largest(b, amax));
       if (choice.clips) return kOutOfRange;
       *table++ = uint8_t(choice.k);
     }
-    quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), choice.k, cold);
+    if (direct(b))
+      quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), choice.k, cold);
+    else if (!encode_form({b, page, tokens, choice.k}, cold))
+      return kOutOfRange;
   }
   return kAccepted;
 }
@@ -256,9 +293,9 @@ void check_decode(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
   for (int64_t i = 0; i < batch.num_pages; ++i) {
     const uint8_t* table = arena + batch.offsets[i] + batch.table_offset;
     for (int64_t n = 0; n < batch.num_buffers; ++n) {
-      if (!batch.buffers[n].compressed) continue;
+      if (!batch.buffers[n].has_k()) continue;
       const int k = int8_t(*table++);
-      const KLimits limits = k_limits(coded_dtype(batch.buffers[n]));
+      const KLimits limits = k_limits(dtype_of(batch.buffers[n]));
       if (k < limits.low || k > limits.high)
         fail("cold page " + text(i) + " of the batch: k = " + text(k) + " for buffer " + text(n) + " is outside [" +
              text(limits.low) + ", " + text(limits.high) + "]; the bytes are not those of such a page");
@@ -284,7 +321,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
   for (int64_t n = buffer_begin; n < buffer_end; ++n) hot_bytes += values(batch.buffers[n]) * item_bytes(batch.buffers[n]);
   const bool stream = hot_bytes * batch.num_pages >= kStreamBytes;
   const int64_t packed_before =
-      std::count_if(batch.buffers, batch.buffers + buffer_begin, [](const BufferPlan& b) { return b.compressed; });
+      std::count_if(batch.buffers, batch.buffers + buffer_begin, [](const BufferPlan& b) { return b.has_k(); });
   for (int64_t i = 0; i < batch.num_pages; ++i) {
     const uint8_t* cold = arena + batch.offsets[i];
     const uint8_t* table = cold + batch.table_offset + packed_before;
@@ -293,15 +330,52 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       uint8_t* page = page_address(b, batch.page_ids[i]);
       const int64_t tokens = valid_tokens(batch, b, i);
       const Span span = span_of(b, page, tokens);
-      if (b.compressed)
-        dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i),
-                   batch.table_offset < 0 ? 0 : int8_t(*table++), stream);
+      const int k = batch.table_offset >= 0 && b.has_k() ? int8_t(*table++) : 0;
+      if (direct(b))
+        dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), k, stream);
+      else if (b.compressed())
+        decode_form({b, page, tokens, k}, cold);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
     }
   }
   kernels.fence();
+}
+
+void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
+  const RowKernels& kernels = row_kernels();
+  std::vector<uint8_t> decoded;
+  std::vector<float> rows;
+  std::fill(sums, sums + batch.num_pages * batch.num_buffers * 2, 0.0);
+  for (int64_t i = 0; i < batch.num_pages; ++i) {
+    const uint8_t* cold = arena + batch.offsets[i];
+    const uint8_t* table = cold + batch.table_offset;
+    for (int64_t n = 0; n < batch.num_buffers; ++n, sums += 2) {
+      const BufferPlan& b = batch.buffers[n];
+      if (!b.compressed()) continue;
+      const int k = batch.table_offset >= 0 && b.has_k() ? int8_t(*table++) : 0;
+      decoded.resize(size_t(values(b) * item_bytes(b)));
+      rows.resize(size_t(2 * b.dim));
+      BufferPlan dense_plan = b;
+      dense_plan.head_stride = b.tokens * row_bytes(b), dense_plan.token_stride = row_bytes(b);
+      const int64_t tokens = valid_tokens(batch, b, i);
+      if (direct(b))
+        dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, k, false);
+      else
+        decode_form({dense_plan, decoded.data(), tokens, k}, cold);
+      Fp8Values fp8;
+      if (dtype_of(b) == DType::kFP8) fill(fp8, b.fp8_scale());
+      const uint8_t* page = page_address(b, batch.page_ids[i]);
+      for (int64_t h = 0; h < b.heads; ++h)
+        for (int64_t t = 0; t < tokens; ++t) {
+          const uint8_t* back = decoded.data() + (h * b.tokens + t) * row_bytes(b);
+          kernels.forms->load(back, b.dim, dtype_of(b), &fp8, rows.data());
+          kernels.forms->load(page + h * b.head_stride + t * b.token_stride, b.dim, dtype_of(b), &fp8, rows.data() + b.dim);
+          kernels.forms->errors(rows.data(), rows.data() + b.dim, b.dim, sums, sums + 1);
+        }
+    }
+  }
 }
 
 }  // namespace kvtier

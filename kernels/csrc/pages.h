@@ -7,17 +7,24 @@
 
 namespace kvtier {
 
-// One buffer of every page, as a row of the plan. Element (page, head, token, d) is at
+// One part of every page, a buffer or a range of its columns, as a row of the plan. Element (page, head, token, d) is at
 // address + page * page_stride + head * head_stride + token * token_stride + d * item size; strides in bytes.
 struct BufferPlan {
   int64_t address, page_stride, head_stride, token_stride;
   int64_t num_tokens;  // of the pool: token page * page_tokens + token exists if it is smaller
   int64_t heads, tokens, dim;
   int64_t dtype;       // DType
-  int64_t compressed;  // 0 or 1
+  int64_t coding;      // Coding
   int64_t data_offset, scale_offset;
+  int64_t side_offset;     // of means, middles and flags
+  int64_t fp8_scale_bits;  // what an e4m3 element is multiplied by, as the bits of a float
+
+  bool compressed() const { return coding != int64_t(Coding::kRaw); }
+  // Has scale bytes, and a byte k in the table.
+  bool has_k() const { return compressed() && coding != int64_t(Coding::kFp8) && coding != int64_t(Coding::kFp8Mean); }
+  float fp8_scale() const { return float_of(uint32_t(fp8_scale_bits)); }
 };
-constexpr int64_t kPlanFields = 12;
+constexpr int64_t kPlanFields = 14;
 static_assert(sizeof(BufferPlan) == kPlanFields * sizeof(int64_t));
 
 struct Batch {
@@ -44,5 +51,9 @@ void encode_pages(const Batch& batch, uint8_t* arena, const uint64_t* seeds, uin
 
 // After check() and check_decode(). Writes the buffers [buffer_begin, buffer_end) of every page.
 void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin, int64_t buffer_end);
+
+// After check() and check_decode(), of pages just encoded: per page and compressed part, the sum of squared errors of its
+// valid rows and the sum of squares; zeros for parts that are kept as they are. FP32 counts as rounded to BF16.
+void page_errors(const Batch& batch, const uint8_t* arena, double* sums);
 
 }  // namespace kvtier

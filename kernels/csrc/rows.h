@@ -27,8 +27,11 @@ struct Ahead {
   ptrdiff_t hot, data, scales;
 };
 
+struct FormKernels;
+
 struct RowKernels {
   const char* name;
+  const FormKernels* forms;
   // Largest magnitude bits in the rows: 15 bits of 16-bit values, 31 bits of float32. NaN and infinity sort on top.
   uint32_t (*amax16)(const Rows& src, int64_t dim);
   uint32_t (*amax32)(const Rows& src, int64_t dim);

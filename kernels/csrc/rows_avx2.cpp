@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "forms.h"
 #include "rows.h"
 
 #define KVTIER_AVX2 __attribute__((target("avx2")))
@@ -283,7 +284,7 @@ void fence() { _mm_sfence(); }
 }  // namespace
 
 const RowKernels kAvx2Rows = {
-    "avx2", amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
+    "avx2", &kAvx2Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
 };
 
 }  // namespace kvtier

@@ -1,6 +1,7 @@
 // Portable kernels: no intrinsics, any little-endian CPU.
 #include <cstring>
 
+#include "forms.h"
 #include "rows.h"
 
 namespace kvtier {
@@ -107,7 +108,7 @@ void fence() {}
 }  // namespace
 
 const RowKernels kScalarRows = {
-    "scalar",         amax<uint16_t>,   amax<uint32_t>, encode<uint16_t>, encode<uint32_t>,
+    "scalar",         &kScalarForms,    amax<uint16_t>,   amax<uint32_t>, encode<uint16_t>, encode<uint32_t>,
     decode<uint16_t>, decode<uint32_t>, xxh3_stripes,   xxh3_scramble,    fence,
 };
 

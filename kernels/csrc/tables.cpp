@@ -1,8 +1,10 @@
 #include "tables.h"
 
 #include <array>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace kvtier {
 namespace {
@@ -44,6 +46,23 @@ void fill(DecodeTable& table, DType dtype, int k) {
     }
 }
 
+void fill(StepTable& table, DType, int k) {
+  for (int code = 0; code < 128; ++code) {
+    table.step[code] = e4m3_to_float(uint8_t(code)) * power_of_two(k);
+    table.inverse[code] = code >= kScaleMinCode && code <= kScaleMaxCode ? inverse_step(uint8_t(code), k) : 0.0f;
+  }
+}
+
+void fill_fp8(DecodeTable& table, float inverse_scale, int k) {
+  const float global = power_of_two(k);
+  for (int scale = 0; scale < 256; ++scale)
+    for (int code = 0; code < 16; ++code) {
+      const float x = e2m1_to_float(code) * (e4m3_to_float(uint8_t(scale)) * global);
+      table.bytes[scale][code] = std::isnan(x) ? uint8_t(0x7F) : e4m3_of(x * inverse_scale);
+      table.bytes[scale][16 + code] = 0;
+    }
+}
+
 template <class Table>
 class Cache {
  public:
@@ -77,10 +96,37 @@ const DecodeTable& decode_table(DType dtype, int k) {
   return cache.at(dtype, k);
 }
 
-GlobalScaleChoice select_k(DType dtype, uint16_t amax_bits) {
+const DecodeTable& fp8_decode_table(int k, float fp8_scale) {
+  // Engines have few scales, one per layer and role at most; an entry is 8 KiB and stays.
+  static std::mutex& mutex = *new std::mutex;
+  static auto& tables = *new std::map<std::pair<int, uint32_t>, std::unique_ptr<DecodeTable>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<DecodeTable>& table = tables[{k, bits_of(fp8_scale)}];
+  if (!table) {
+    table = std::make_unique<DecodeTable>();
+    fill_fp8(*table, 1.0f / fp8_scale, k);
+  }
+  return *table;
+}
+
+const StepTable& step_table(int k) {
+  static Cache<StepTable>& cache = *new Cache<StepTable>;
+  return cache.at(DType::kBF16, k);
+}
+
+void fill(Fp8Values& values, float fp8_scale) {
+  values.scale_bits = bits_of(fp8_scale);
+  for (int code = 0; code < 256; ++code) {
+    const float x = e4m3_to_float(uint8_t(code)) * fp8_scale;
+    values.half[code] = std::fabs(x) >= 65520.0f ? uint16_t(0x7C00 | (code & 0x80) << 8) : fp16_of(x);
+    values.value[code] = fp16_to_float(values.half[code]);
+  }
+}
+
+GlobalScaleChoice select_k(DType dtype, float amax) {
   const KLimits limits = k_limits(dtype);
-  const float amax = widen(dtype, amax_bits);
   if (amax == 0.0f) return {limits.low, false};
+  if (std::isinf(amax)) return {limits.high, true};
   // 2784 = 1.359375 * 2^11, so the mantissa of amax decides between two neighbours.
   const int exponent = std::ilogb(amax);
   int k = exponent - 11 + (std::ldexp(amax, -exponent) > 1.359375f);

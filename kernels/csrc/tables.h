@@ -25,17 +25,36 @@ struct KLimits {
 };
 
 // Range of k by the type that decoded values have.
-constexpr KLimits k_limits(DType dtype) { return dtype == DType::kFP16 ? KLimits{-14, 4} : KLimits{-100, 100}; }
+constexpr KLimits k_limits(DType dtype) {
+  return dtype == DType::kFP16 ? KLimits{-14, 4} : dtype == DType::kFP8 ? KLimits{-2, 4} : KLimits{-100, 100};
+}
 
 // `dtype` is kBF16 or kFP16, k within its limits. Thread-safe; the table lives as long as the process.
 const EncodeTable& encode_table(DType dtype, int k);
 const DecodeTable& decode_table(DType dtype, int k);
+
+// Values in the low bytes as e4m3 codes of what FP8 elements with that scale mean; the high bytes are 0.
+const DecodeTable& fp8_decode_table(int k, float fp8_scale);
+
+struct StepTable {
+  float step[128];     // what one unit of e2m1 is worth, by scale code
+  float inverse[128];  // its correctly rounded reciprocal
+};
+const StepTable& step_table(int k);
+
+// What an FP8 element with its scale is worth, by its code: as FP16 and widened again. NaN codes give NaN.
+struct Fp8Values {
+  uint32_t scale_bits;
+  uint16_t half[256];
+  float value[256];
+};
+void fill(Fp8Values& values, float fp8_scale);
 
 // The smallest k with amax <= 2784 * 2^k, clamped to the limits; `clips` tells that even the largest k is too small.
 struct GlobalScaleChoice {
   int k;
   bool clips;
 };
-GlobalScaleChoice select_k(DType dtype, uint16_t amax_bits);
+GlobalScaleChoice select_k(DType dtype, float amax);
 
 }  // namespace kvtier

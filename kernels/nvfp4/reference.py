@@ -1,14 +1,13 @@
-"""NVFP4 and the cold page, in plain numpy: the oracle of every faster kernel. Slow, and meant to be read.
+"""NVFP4 in plain numpy: the oracle of every faster kernel. Slow, and meant to be read.
 
 Numbers: a value is e2m1 (magnitudes 0 .5 1 1.5 2 3 4 6), 16 consecutive values share one e4m3 scale, and a whole
 buffer shares one power of two ``2**k``. A value is worth ``e2m1 * e4m3 * 2**k``. Bit patterns of BF16 and FP16 are
-passed as uint16, because numpy has no BF16. The byte layout is described in `docs/formats.md`.
+passed as uint16, because numpy has no BF16, those of e4m3 as uint8. Whole pages are in `page_reference.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ GROUP = 16
 E2M1_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 SCALE_MIN_CODE = 0x08
 SCALE_MAX_CODE = 0x7E
-K_LIMITS = {"bf16": (-100, 100), "fp16": (-14, 4), "fp32": (-100, 100)}
+K_LIMITS = {"bf16": (-100, 100), "fp16": (-14, 4), "fp32": (-100, 100), "fp8_e4m3": (-2, 4)}
 """Smallest and largest k, by the type that decoded values have."""
 
 _AMAX_AT_K0 = 2784.0
@@ -25,16 +24,6 @@ _AMAX_AT_K0 = 2784.0
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
-
-
-class Buffer(NamedTuple):
-    """One buffer of a page. `values`: ``[heads, tokens, dim]``, uint16 bits for bf16 and fp16, float32, or uint8.
-    `scale_offset` is -1 for a buffer that is copied byte for byte."""
-
-    values: npt.NDArray[Any]
-    dtype: str
-    data_offset: int
-    scale_offset: int
 
 
 def e4m3_values(codes: npt.NDArray[Any]) -> F32:
@@ -87,6 +76,12 @@ def dequantize(data: U8, scales: U8, k: int = 0) -> F32:
     return scaled.reshape(*data.shape[:-1], -1)
 
 
+def e4m3_codes(x: F32) -> U8:
+    """Nearest e4m3 code, ties to the even one, saturating at 448; the sign of zero is kept."""
+    codes: U8 = (nearest_even(_SCALE_GRID, np.abs(x)) + 128 * np.signbit(x)).astype(np.uint8)
+    return codes
+
+
 def to_float32(bits: npt.NDArray[Any], dtype: str) -> F32:
     """BF16 or FP16 bits (uint16), or float32 as it is, widened exactly."""
     if dtype == "bf16":
@@ -116,63 +111,3 @@ def select_k(amax: float, dtype: str) -> int:
         if amax <= _AMAX_AT_K0 * 2.0**k:
             return k
     return high
-
-
-def encode_page(
-    buffers: Sequence[Buffer], valid_tokens: int, page_tokens: int, cold_bytes: int, table_offset: int
-) -> tuple[U8, bool]:
-    """(cold page uint8 ``[cold_bytes]``, refused). `table_offset` is -1 where the global scale is 1.
-
-    Float32 buffers that are compressed are rounded to BF16 first. Refused: NaN or infinity in a valid row of a
-    compressed buffer, or a value that clips even at the largest k.
-    """
-    cold = np.zeros(cold_bytes, np.uint8)
-    refused, table_at = False, table_offset
-    for values, dtype, data_offset, scale_offset in buffers:
-        kept = values.copy()
-        if values.shape[1] == page_tokens:
-            kept[:, valid_tokens:] = 0
-        if scale_offset < 0:
-            raw = np.ascontiguousarray(kept).reshape(-1).view(np.uint8)
-            cold[data_offset : data_offset + raw.size] = raw
-            continue
-        stored = "bf16" if dtype == "fp32" else dtype
-        x = to_float32(from_float32(kept, "bf16") if dtype == "fp32" else kept, stored)
-        amax = float(np.abs(x).max()) if np.isfinite(x).all() else np.inf
-        k = 0
-        if table_offset >= 0:
-            k = select_k(amax, stored)
-            cold[table_at] = np.int8(k).view(np.uint8)
-            table_at += 1
-        if not np.isfinite(amax) or (table_offset >= 0 and amax > _AMAX_AT_K0 * 2.0**k):
-            refused = True
-            continue
-        data, scales = quantize(x, k)
-        cold[data_offset : data_offset + data.size] = data.reshape(-1)
-        cold[scale_offset : scale_offset + scales.size] = scales.reshape(-1)
-    return cold, refused
-
-
-def decode_page(
-    cold: U8, like: Sequence[Buffer], valid_tokens: int, page_tokens: int, table_offset: int
-) -> list[npt.NDArray[Any]]:
-    """The page's buffers again, shaped and typed as `like` (whose values are not read); invalid rows are zeros."""
-    out: list[npt.NDArray[Any]] = []
-    table_at = table_offset
-    for values, dtype, data_offset, scale_offset in like:
-        shape = values.shape
-        if scale_offset < 0:
-            decoded: npt.NDArray[Any] = cold[data_offset : data_offset + values.nbytes].copy().view(values.dtype)
-            decoded = decoded.reshape(shape)
-        else:
-            k = 0
-            if table_offset >= 0:
-                k = int(cold[table_at : table_at + 1].view(np.int8)[0])
-                table_at += 1
-            data = cold[data_offset : data_offset + values.size // 2].reshape(*shape[:2], -1)
-            scales = cold[scale_offset : scale_offset + values.size // GROUP].reshape(*shape[:2], -1)
-            decoded = from_float32(dequantize(data, scales, k), dtype)
-        if shape[1] == page_tokens:
-            decoded[:, valid_tokens:] = 0
-        out.append(decoded)
-    return out

@@ -23,14 +23,35 @@ class Form(IntEnum):
     """NVFP4 with one power of two per buffer in the page."""
     NVFP4_IDENTITY = 3
     """NVFP4 with global scale 1, nothing stored."""
+    NVFP4_OFFSET = 5
+    """K as NVFP4 of the distance from the page's mean, group by group; all else as in NVFP4."""
+    NVFP4_TOKEN = 6
+    """K as NVFP4 along tokens, of the distance from the middle of 16; all else as in NVFP4."""
+    K8V4 = 7
+    """K as FP8 of the distance from the page's mean, row by row; all else as in NVFP4."""
+    K_2FP4 = 8
+    """K as two NVFP4 components; all else as in NVFP4."""
+    NVFP4_ROPE_2FP4 = 16
+    """NVFP4 with the rotary columns as two NVFP4 components."""
+    NVFP4_ROPE_FP8 = 17
+    """NVFP4 with the rotary columns as FP8."""
+    NVFP4_ROPE_KEPT = 18
+    """NVFP4 with the rotary columns as they are."""
+    IDENTITY_ROPE_2FP4 = 19
+    IDENTITY_ROPE_FP8 = 20
+    IDENTITY_ROPE_KEPT = 21
 
 
 class EncodeResult(NamedTuple):
     """checksums: uint8 ``[pages, 16]``, of each cold page under its key's seed. refused: bool ``[pages]``, pages
-    that this codec cannot represent (NaN or infinity in a valid row); their slots hold garbage."""
+    that this codec cannot represent (NaN or infinity in a valid row, or over the error budget); their slots hold
+    garbage. relative_error: ``[pages]``, NaN where there is none, if the codec has an error budget. nbytes:
+    ``[pages]``, how much of each slot is used, if the form's pages vary in size."""
 
     checksums: npt.NDArray[np.uint8]
     refused: npt.NDArray[np.bool_]
+    relative_error: npt.NDArray[np.float64] | None = None
+    nbytes: npt.NDArray[np.int64] | None = None
 
 
 class Codec(ABC):
@@ -81,3 +102,16 @@ class Codec(ABC):
     ) -> None:
         """Write cold pages back into the pool: all buffers, or those with index in `buffers` (one layer, say).
         Rows past ``valid_tokens[i]`` become zeros."""
+
+    def errors(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """``[pages, buffers, 2]`` of pages just encoded: the sum of squared errors of each buffer and its sum of
+        squares, 0 for buffers that are stored losslessly."""
+        return np.zeros((len(page_ids), len(layout.spec.buffers), 2))

@@ -20,7 +20,7 @@ from kvtier.abc.codec import Codec
 from kvtier.codecs.registry import codec
 from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels import _native
-from kvtier.kernels.nvfp4 import reference
+from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import DType, PageSpec
 
 INPUT_BYTES = 64 << 20
@@ -128,18 +128,20 @@ def _reference_rows(bench: _Bench, name: str) -> list[Row]:
     """The numpy reference on the first page."""
     layout = bench.layout
     page = [
-        reference.Buffer(_first_page(a, bench.hot_layout), bench.dtype.value, at.data_offset, at.scale_offset)
-        for a, at in zip(bench.arrays, layout.buffers, strict=True)
+        page_reference.Part(
+            _first_page(a, bench.hot_layout), bench.dtype.value, at.coding.value, at.data_offset, at.scale_offset
+        )
+        for a, at in zip(bench.arrays, layout.parts, strict=True)
     ]
     sizes = (_PAGE_TOKENS, _PAGE_TOKENS, layout.cold_page_bytes, layout.scale_table_offset)
-    cold, _ = reference.encode_page(page, *sizes)
+    cold, _ = page_reference.encode_page(page, *sizes)
     source, sink = np.ones(_PAGE_BYTES, np.uint8), np.ones(_PAGE_BYTES, np.uint8)
 
     def encode() -> None:
-        reference.encode_page(page, *sizes)
+        page_reference.encode_page(page, *sizes)
 
     def decode() -> None:
-        reference.decode_page(cold, page, _PAGE_TOKENS, _PAGE_TOKENS, layout.scale_table_offset)
+        page_reference.decode_page(cold, page, _PAGE_TOKENS, _PAGE_TOKENS, layout.scale_table_offset)
 
     work = {("memcpy", 1): lambda: np.copyto(sink, source), ("encode", 1): encode, ("decode", 1): decode}
     seconds = _medians(work, 3)

@@ -11,14 +11,25 @@ import typer
 
 from kvtier.cli.options import at_least
 from kvtier.errors import ConfigError
-from kvtier.spec import BufferSpec, ColdLayout, DType, GlobalScale, PageSpec, Role
+from kvtier.spec import BufferSpec, Coding, Codings, ColdLayout, DType, GlobalScale, PageSpec, Role
 
 app = typer.Typer(help="Bytes of one KV page, hot and cold.", no_args_is_help=True)
 
 
 class SizeCodec(str, Enum):
     NVFP4 = "nvfp4"
+    NVFP4_OFFSET = "nvfp4_offset"
+    NVFP4_TOKEN = "nvfp4_token"
+    K8V4 = "k8v4"
+    TWO_FP4 = "2fp4"
     RAW = "raw"
+
+
+class SizeRope(str, Enum):
+    NVFP4 = "nvfp4"
+    TWO_FP4 = "2fp4"
+    FP8 = "fp8"
+    KEEP = "keep"
 
 
 Layers = Annotated[int, typer.Option(help="Attention layers.")]
@@ -28,6 +39,7 @@ Codec = Annotated[SizeCodec, typer.Option(help="How pages are stored.")]
 Scale = Annotated[
     GlobalScale, typer.Option(help="Second-level scale of nvfp4: page stores one byte per buffer, identity nothing.")
 ]
+Rope = Annotated[SizeRope, typer.Option(help="How nvfp4 stores rotary columns that are a part of the row.")]
 Lossless = Annotated[
     list[int] | None,
     typer.Option(help="Bytes of one more lossless buffer in every layer (recurrent state, say). Repeatable."),
@@ -42,16 +54,21 @@ def mha(
     head_dim: Annotated[int, typer.Option(help="Values per head.")],
     tokens: Tokens = 64,
     dtype: Dtype = DType.BF16,
+    rotary_dim: Annotated[int, typer.Option(help="Leading columns of K with a rotary position, if not all.")] = 0,
     codec: Codec = SizeCodec.NVFP4,
     global_scale: Scale = GlobalScale.PAGE,
+    rope: Rope = SizeRope.NVFP4,
     lossless_bytes: Lossless = None,
     as_json: AsJson = False,
 ) -> None:
     """MHA, MQA and GQA: K and V in every layer."""
     at_least(1, layers=layers, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens)
-    spec = PageSpec.mha(layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=tokens, dtype=dtype)
+    at_least(0, rotary_dim=rotary_dim)
+    spec = PageSpec.mha(
+        layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=tokens, dtype=dtype, rotary_dim=rotary_dim
+    )
     extra = [_lossless(layer, n) for layer in range(layers) for n in lossless_bytes or ()]
-    _report(_joined(spec, extra), codec, global_scale, as_json)
+    _report(spec.with_buffers(extra), codec, global_scale, rope, as_json)
 
 
 @app.command()
@@ -65,6 +82,7 @@ def mla(
     index_page_bytes: Annotated[int, typer.Option(help="Bytes of one index-key buffer per page.")] = 8448,
     codec: Codec = SizeCodec.NVFP4,
     global_scale: Scale = GlobalScale.PAGE,
+    rope: Rope = SizeRope.NVFP4,
     lossless_bytes: Lossless = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,13 +91,17 @@ def mla(
     at_least(0, rope_dim=rope_dim, index_buffers=index_buffers)
     if index_buffers > layers:
         raise ConfigError(f"--index-buffers {index_buffers} is more than --layers {layers}: at most one per layer")
-    spec = PageSpec(
-        tokens,
-        tuple(BufferSpec(Role.LATENT, layer, 1, tokens, latent_dim + rope_dim, dtype) for layer in range(layers)),
+    spec = PageSpec.mla(
+        layers=layers,
+        page_tokens=tokens,
+        dtype=dtype,
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
+        index_layers=range(index_buffers),
+        index_page_bytes=index_page_bytes,
     )
-    extra = [BufferSpec(Role.INDEX_KEY, n, 1, 1, index_page_bytes, DType.UINT8) for n in range(index_buffers)]
-    extra += [_lossless(layer, n) for layer in range(layers) for n in lossless_bytes or ()]
-    _report(_joined(spec, extra), codec, global_scale, as_json)
+    extra = [_lossless(layer, n) for layer in range(layers) for n in lossless_bytes or ()]
+    _report(spec.with_buffers(extra), codec, global_scale, rope, as_json)
 
 
 def _lossless(layer: int, nbytes: int) -> BufferSpec:
@@ -87,16 +109,38 @@ def _lossless(layer: int, nbytes: int) -> BufferSpec:
     return BufferSpec(Role.OPAQUE, layer, 1, 1, nbytes, DType.UINT8)
 
 
-def _joined(spec: PageSpec, extra: list[BufferSpec]) -> PageSpec:
-    # A stable sort: within a layer, the attention buffers stay in front.
-    return PageSpec(spec.page_tokens, tuple(sorted([*spec.buffers, *extra], key=lambda b: b.layer)))
+def _layout(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope) -> ColdLayout:
+    if codec is SizeCodec.RAW:
+        return ColdLayout.of(spec, quantize=False)
+    if codec is SizeCodec.NVFP4:
+        rotary = _ROPE_CODINGS[rope]
+        return ColdLayout.of(spec, quantize=True, global_scale=global_scale, codings=Codings(rotary=rotary))
+    if rope is not SizeRope.NVFP4 or global_scale is not GlobalScale.PAGE:
+        raise ConfigError(f"--rope and --global-scale belong to --codec nvfp4, not to {codec.value}; leave them out")
+    return ColdLayout.of(spec, quantize=True, codings=Codings(key=_KEY_CODINGS[codec]))
 
 
-def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, as_json: bool) -> None:
+_ROPE_CODINGS = {
+    SizeRope.NVFP4: None,
+    SizeRope.TWO_FP4: Coding.TWO_FP4,
+    SizeRope.FP8: Coding.FP8,
+    SizeRope.KEEP: Coding.RAW,
+}
+_KEY_CODINGS = {
+    SizeCodec.NVFP4_OFFSET: Coding.OFFSET,
+    SizeCodec.NVFP4_TOKEN: Coding.TOKEN,
+    SizeCodec.K8V4: Coding.FP8_MEAN,
+    SizeCodec.TWO_FP4: Coding.TWO_FP4,
+}
+
+
+def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope, as_json: bool) -> None:
     from kvtier.abc.tier import SLOT_ALIGN
 
-    layout = ColdLayout.of(spec, quantize=codec is SizeCodec.NVFP4, global_scale=global_scale)
+    layout = _layout(spec, codec, global_scale, rope)
     cold = layout.cold_page_bytes
+    attention = [b for b in spec.buffers if b.role.attention]
+    kept = spec.hot_page_bytes - sum(b.hot_bytes for b in attention)
     slot = -(-cold // SLOT_ALIGN) * SLOT_ALIGN
     figures: dict[str, int | float] = {
         "page_tokens": spec.page_tokens,
@@ -106,6 +150,7 @@ def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, as_json
         "hot_page_bytes_16bit": spec.hot_page_bytes_16bit,
         "ratio_16bit": round(spec.hot_page_bytes_16bit / cold, 4),
         "hot_bytes_per_token": round(spec.hot_page_bytes / spec.page_tokens, 1),
+        "bytes_per_value": round((cold - kept) / sum(b.values for b in attention), 4),
         "cold_bytes_per_token": round(cold / spec.page_tokens, 1),
         "slot_bytes": slot,
         "pages_per_gib": (1 << 30) // slot,
@@ -116,7 +161,9 @@ def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, as_json
     from rich.console import Console
     from rich.table import Table
 
-    name = "raw" if codec is SizeCodec.RAW else f"nvfp4, global scale {global_scale.value}"
+    name = f"nvfp4, global scale {global_scale.value}" if codec is SizeCodec.NVFP4 else codec.value
+    if rope is not SizeRope.NVFP4:
+        name += f", rotary part {rope.value}"
     table = Table(title=f"one page of {spec.page_tokens} tokens, {name}", show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -125,6 +172,7 @@ def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, as_json
         ("cold, as it is stored", f"{cold:,} B"),
         ("hot over cold", f"{layout.ratio:.4f}"),
         ("16-bit values over cold", f"{figures['ratio_16bit']:.4f}"),
+        ("cold bytes per attention value", f"{figures['bytes_per_value']:.4f}"),
         ("hot bytes per token", f"{figures['hot_bytes_per_token']:,}"),
         ("cold bytes per token", f"{figures['cold_bytes_per_token']:,}"),
         (f"slot in a local tier ({SLOT_ALIGN}-byte steps)", f"{slot:,} B"),

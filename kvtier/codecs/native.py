@@ -1,19 +1,31 @@
-"""A layout and a pool as the plan of a native call, and the calls themselves. Both codecs differ only in the layout."""
+"""A layout and a pool as the plan of a native call, the calls themselves, and the codec that they make up.
+
+Codecs with native kernels differ only in their layout."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.abc.codec import EncodeResult
-from kvtier.errors import CodecError
+from kvtier.abc.codec import Codec, EncodeResult
+from kvtier.errors import CodecError, ConfigError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
-from kvtier.spec import ColdLayout, DType
+from kvtier.spec import Coding, ColdLayout, DType, PageSpec
 
-_CODES = {DType.BF16: 0, DType.FP16: 1, DType.FP32: 2, DType.FP8_E4M3: 3, DType.UINT8: 3}
+_CODES = {DType.BF16: 0, DType.FP16: 1, DType.FP32: 2, DType.UINT8: 3, DType.FP8_E4M3: 4}
+_CODINGS = {
+    Coding.RAW: 0,
+    Coding.NVFP4: 1,
+    Coding.TWO_FP4: 2,
+    Coding.OFFSET: 3,
+    Coding.TOKEN: 4,
+    Coding.FP8: 5,
+    Coding.FP8_MEAN: 6,
+}
 _POOL_FIELDS = 5
 _CACHED_LAYOUTS = 64
 
@@ -55,9 +67,12 @@ def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[n
 def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | None) -> None:
     """One native call for the batch. Raises CodecError before anything is written."""
     plan = _plan(layout, pool)
-    wanted = range(len(layout.buffers)) if buffers is None else buffers
+    wanted = range(len(layout.spec.buffers)) if buffers is None else buffers
     if wanted.step != 1:
         raise CodecError(f"buffers = {wanted}: buffers are decoded in runs, give a range with step 1")
+    first = _first_parts(layout)
+    if not 0 <= wanted.start <= wanted.stop < len(first):
+        raise CodecError(f"buffers = {wanted} of a page with {len(first) - 1}")
     try:
         _native.decode_pages(
             plan,
@@ -68,11 +83,89 @@ def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | Non
             np.ascontiguousarray(pages.offsets, np.int64),
             layout.cold_page_bytes,
             layout.scale_table_offset,
-            wanted.start,
-            wanted.stop,
+            first[wanted.start],
+            first[wanted.stop],
         )
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
+
+
+def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.float64]:
+    """``[pages, buffers, 2]`` of pages just encoded: sums of squared errors and of squares, of compressed parts."""
+    plan = _plan(layout, pool)
+    sums = np.zeros((len(pages.ids), len(layout.parts), 2))
+    try:
+        _native.page_errors(
+            plan,
+            np.ascontiguousarray(pages.ids, np.int64),
+            np.ascontiguousarray(pages.valid_tokens, np.int32),
+            layout.spec.page_tokens,
+            pages.arena,
+            np.ascontiguousarray(pages.offsets, np.int64),
+            layout.cold_page_bytes,
+            layout.scale_table_offset,
+            sums,
+        )
+    except (ValueError, TypeError) as e:
+        raise _error(e, pages.arena) from e
+    return np.add.reduceat(sums, _first_parts(layout)[:-1], axis=1)
+
+
+class NativeCodec(Codec):
+    """A codec that is a layout. max_relative_error: pages whose relative L2 error over their compressed buffers is
+    larger are refused; None: none are, and the error is not measured."""
+
+    def __init__(self, max_relative_error: float | None = None) -> None:
+        if max_relative_error is not None and not 0 < max_relative_error < 1:
+            raise ConfigError(f"max_relative_error = {max_relative_error}: must lie between 0 and 1, such as 0.15")
+        self._max_relative_error = max_relative_error
+
+    @abstractmethod
+    def layout(self, spec: PageSpec) -> ColdLayout: ...
+
+    def encode(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        seeds: npt.NDArray[np.uint64],
+    ) -> EncodeResult:
+        pages = Pages(page_ids, valid_tokens, arena, offsets)
+        result = encode(layout, pool, pages, seeds)
+        if self._max_relative_error is None:
+            return result
+        good = np.flatnonzero(~result.refused)
+        sums = errors(layout, pool, Pages(page_ids[good], valid_tokens[good], arena, offsets[good])).sum(axis=1)
+        relative = np.full(len(page_ids), np.nan)
+        relative[good] = np.sqrt(sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], 1))
+        # Pages refused before have no error, and compare as False.
+        return EncodeResult(result.checksums, result.refused | (relative > self._max_relative_error), relative)
+
+    def decode(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        buffers: range | None = None,
+    ) -> None:
+        decode(layout, pool, Pages(page_ids, valid_tokens, arena, offsets), buffers)
+
+    def errors(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        return errors(layout, pool, Pages(page_ids, valid_tokens, arena, offsets))
 
 
 def _error(e: Exception, arena: npt.NDArray[np.uint8]) -> CodecError:
@@ -87,6 +180,12 @@ def _error(e: Exception, arena: npt.NDArray[np.uint8]) -> CodecError:
 class _LayoutPlan(NamedTuple):
     layout: ColdLayout
     fields: npt.NDArray[np.int64]
+    buffers: list[int]
+    """Of each part."""
+    columns: npt.NDArray[np.int64]
+    """Bytes from a row's start to the part."""
+    first_parts: list[int]
+    """Index of each buffer's first part, and the number of parts."""
 
 
 # By identity: hashing a layout costs more than building its plan. An entry keeps its layout, so an id is never reused.
@@ -96,29 +195,43 @@ _plans: dict[int, _LayoutPlan] = {}
 def _plan(layout: ColdLayout, pool: HotPool) -> npt.NDArray[np.int64]:
     if pool.spec is not layout.spec and pool.spec != layout.spec:
         raise CodecError("the pool and the layout describe different pages; build both from the same PageSpec")
-    plan = np.empty((len(layout.buffers), _native.PLAN_FIELDS), np.int64)
-    plan[:, :_POOL_FIELDS] = [
-        (b.address, b.page_stride, b.head_stride, b.token_stride, b.num_tokens) for b in pool.buffers
-    ]
-    plan[:, _POOL_FIELDS:] = _layout_fields(layout)
+    known = _layout_plan(layout)
+    hot = [(b.address, b.page_stride, b.head_stride, b.token_stride, b.num_tokens) for b in pool.buffers]
+    plan = np.empty((len(layout.parts), _native.PLAN_FIELDS), np.int64)
+    plan[:, :_POOL_FIELDS] = hot if len(hot) == len(known.buffers) else [hot[i] for i in known.buffers]
+    plan[:, 0] += known.columns
+    plan[:, _POOL_FIELDS:] = known.fields
     return plan
 
 
-def _layout_fields(layout: ColdLayout) -> npt.NDArray[np.int64]:
+def _first_parts(layout: ColdLayout) -> list[int]:
+    return _layout_plan(layout).first_parts
+
+
+def _layout_plan(layout: ColdLayout) -> _LayoutPlan:
     known = _plans.get(id(layout))
     if known is not None:
-        return known.fields
-    rows = []
-    for spec, at in zip(layout.spec.buffers, layout.buffers, strict=True):
-        if at.compressed and spec.dtype is DType.FP8_E4M3:
-            raise CodecError(
-                f"{spec.role.value} buffer of layer {spec.layer}: dtype {spec.dtype.value} cannot be quantized yet; "
-                "use the codec 'raw'"
-            )
-        code = _CODES[spec.dtype]
-        rows.append((spec.heads, spec.tokens, spec.dim, code, int(at.compressed), at.data_offset, at.scale_offset))
-    fields = np.array(rows, np.int64)
+        return known
+    rows, columns = [], []
+    first: list[int] = []
+    for n, part in enumerate(layout.parts):
+        b = layout.spec.buffers[part.buffer]
+        if part.buffer == len(first):
+            first.append(n)
+        columns.append(part.column * b.dtype.itemsize)
+        scale_bits = int(np.float32(b.fp8_scale).view(np.uint32))
+        rows.append(
+            (b.heads, b.tokens, part.columns, _CODES[b.dtype], _CODINGS[part.coding],
+             part.data_offset, part.scale_offset, part.side_offset, scale_bits)
+        )  # fmt: skip
+    done = _LayoutPlan(
+        layout,
+        np.array(rows, np.int64),
+        [part.buffer for part in layout.parts],
+        np.array(columns, np.int64),
+        [*first, len(layout.parts)],
+    )
     if len(_plans) >= _CACHED_LAYOUTS:
         _plans.clear()
-    _plans[id(layout)] = _LayoutPlan(layout, fields)
-    return fields
+    _plans[id(layout)] = done
+    return done

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtier.abc.codec import Codec, EncodeResult, Form
-from kvtier.codecs import native
-from kvtier.hot import HotPool
+from kvtier.abc.codec import Form
+from kvtier.codecs.native import NativeCodec
 from kvtier.spec import ColdLayout, PageSpec
 
 
-class RawCodec(Codec):
+class RawCodec(NativeCodec):
     """Never refuses a page: NaN and infinity are bytes like any other."""
 
     id: ClassVar[str] = "raw"
     version: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        super().__init__()
 
     @property
     def form(self) -> Form:
@@ -29,27 +28,3 @@ class RawCodec(Codec):
 
     def layout(self, spec: PageSpec) -> ColdLayout:
         return ColdLayout.of(spec, quantize=False)
-
-    def encode(
-        self,
-        layout: ColdLayout,
-        pool: HotPool,
-        page_ids: npt.NDArray[np.int64],
-        valid_tokens: npt.NDArray[np.int32],
-        arena: npt.NDArray[np.uint8],
-        offsets: npt.NDArray[np.int64],
-        seeds: npt.NDArray[np.uint64],
-    ) -> EncodeResult:
-        return native.encode(layout, pool, native.Pages(page_ids, valid_tokens, arena, offsets), seeds)
-
-    def decode(
-        self,
-        layout: ColdLayout,
-        pool: HotPool,
-        page_ids: npt.NDArray[np.int64],
-        valid_tokens: npt.NDArray[np.int32],
-        arena: npt.NDArray[np.uint8],
-        offsets: npt.NDArray[np.int64],
-        buffers: range | None = None,
-    ) -> None:
-        native.decode(layout, pool, native.Pages(page_ids, valid_tokens, arena, offsets), buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,40 @@ def _nvfp4(**options: Any) -> Codec:
     return Nvfp4Codec(**options)
 
 
+def _key_form(name: str) -> Callable[..., Codec]:
+    def make(**options: Any) -> Codec:
+        module = importlib.import_module("kvtier.codecs.nvfp4")
+        which: Callable[..., Codec] = getattr(module, name)
+        return which(**options)
+
+    return make
+
+
+_offset, _token = _key_form("Nvfp4OffsetCodec"), _key_form("Nvfp4TokenCodec")
+_k8v4, _2fp4 = _key_form("K8V4Codec"), _key_form("Key2Fp4Codec")
+_BUDGET = frozenset({"max_relative_error"})
 _CODECS: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {
     "raw": (_raw, frozenset()),
-    "nvfp4": (_nvfp4, frozenset({"global_scale"})),
+    "nvfp4": (_nvfp4, _BUDGET | {"global_scale", "rope"}),
+    "nvfp4_offset": (_offset, _BUDGET),
+    "nvfp4_token": (_token, _BUDGET),
+    "k8v4": (_k8v4, _BUDGET),
+    "2fp4": (_2fp4, _BUDGET),
 }
 _FORMS: dict[Form, Callable[[], Codec]] = {
     Form.RAW: _raw,
     Form.NVFP4: lambda: _nvfp4(global_scale="page"),
     Form.NVFP4_IDENTITY: lambda: _nvfp4(global_scale="identity"),
+    Form.NVFP4_OFFSET: _offset,
+    Form.NVFP4_TOKEN: _token,
+    Form.K8V4: _k8v4,
+    Form.K_2FP4: _2fp4,
+    Form.NVFP4_ROPE_2FP4: lambda: _nvfp4(rope="2fp4"),
+    Form.NVFP4_ROPE_FP8: lambda: _nvfp4(rope="fp8"),
+    Form.NVFP4_ROPE_KEPT: lambda: _nvfp4(rope="keep"),
+    Form.IDENTITY_ROPE_2FP4: lambda: _nvfp4(global_scale="identity", rope="2fp4"),
+    Form.IDENTITY_ROPE_FP8: lambda: _nvfp4(global_scale="identity", rope="fp8"),
+    Form.IDENTITY_ROPE_KEPT: lambda: _nvfp4(global_scale="identity", rope="keep"),
 }
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.codecs.registry import codec
-from kvtier.kernels.nvfp4 import reference
-from kvtier.spec import DType, PageSpec
+from kvtier.kernels.nvfp4 import page_reference, reference
+from kvtier.spec import DType, PageSpec, Role
+from kvtier.testing.codecs import reference_parts
 
 PATH = Path(__file__).with_name("codec_pages.json")
 CASES: list[dict[str, Any]] = [
@@ -42,13 +43,75 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+_FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("nvfp4", {"rope": "2fp4"}),
+    ("nvfp4", {"rope": "fp8"}),
+    ("nvfp4", {"rope": "keep"}),
+    ("nvfp4", {"rope": "keep", "global_scale": "identity"}),
+    ("nvfp4_offset", {}),
+    ("nvfp4_token", {}),
+    ("k8v4", {}),
+    ("2fp4", {}),
+]
+# K with a constant in some channels, as the forms for K are for, and FP8 with a scale.
+CASES += [
+    {
+        "heads": 2,
+        "tokens": 32,
+        "dim": 48,
+        "layers": 1,
+        "dtype": dtype,
+        "codec": name,
+        "options": options,
+        "valid_tokens": valid,
+        "rotary_dim": 16 if "rope" in options else 0,
+        "fp8_scale": 0.75 if dtype == "fp8_e4m3" else 1.0,
+        "offset": 40.0,
+    }
+    for dtype in ("bf16", "fp16", "fp32", "fp8_e4m3")
+    for name, options in [("nvfp4", {"global_scale": "page"}), *_FORMS]
+    for valid in (32, 21)
+]
+# MLA with a sparse-attention index key; its rotary key is the latter part of a row.
+CASES += [
+    {
+        "kind": "mla",
+        "tokens": 4,
+        "dim": 64,
+        "layers": 2,
+        "dtype": dtype,
+        "codec": "nvfp4",
+        "options": options,
+        "valid_tokens": 3,
+        "rotary_dim": 32,
+        "fp8_scale": 1.0,
+        "index_page_bytes": 7,
+        "heads": 1,
+    }
+    for dtype in ("bf16", "fp8_e4m3")
+    for options in ({"global_scale": "identity"}, {"rope": "2fp4"}, {"rope": "fp8"}, {"rope": "keep"})
+]
+
+
 def spec_of(case: dict[str, Any]) -> PageSpec:
+    if case.get("kind") == "mla":
+        return PageSpec.mla(
+            layers=case["layers"],
+            page_tokens=case["tokens"],
+            dtype=DType(case["dtype"]),
+            latent_dim=case["dim"] - case["rotary_dim"],
+            rope_dim=case["rotary_dim"],
+            index_layers=range(1),
+            index_page_bytes=case["index_page_bytes"],
+        )
     return PageSpec.mha(
         layers=case["layers"],
         kv_heads=case["heads"],
         head_dim=case["dim"],
         page_tokens=case["tokens"],
         dtype=DType(case["dtype"]),
+        rotary_dim=case.get("rotary_dim", 0),
+        fp8_scale=case.get("fp8_scale", 1.0),
     )
 
 
@@ -61,18 +124,23 @@ def values_of(case: dict[str, Any]) -> list[npt.NDArray[Any]]:
         x = (mixed.astype(np.float64) / 2**31 - 1) * np.exp2(
             (n // np.uint64(16) % np.uint64(8)).astype(np.float64) - 5 + i
         )
-        out.append(reference.from_float32(x.astype(np.float32), case["dtype"]).reshape(b.heads, b.tokens, b.dim))
+        if b.role is Role.K:
+            x += case.get("offset", 0.0) * (n % np.uint64(b.dim) % np.uint64(11) == 3)
+        shape = (b.heads, b.tokens, b.dim)
+        if b.dtype is DType.UINT8:
+            out.append((n % np.uint64(251)).astype(np.uint8).reshape(shape))
+        elif b.dtype is DType.FP8_E4M3:
+            out.append(reference.e4m3_codes((x / b.fp8_scale).astype(np.float32)).reshape(shape))
+        else:
+            out.append(reference.from_float32(x.astype(np.float32), case["dtype"]).reshape(shape))
     return out
 
 
 def cold_page(case: dict[str, Any]) -> npt.NDArray[np.uint8]:
     layout = codec(case["codec"], **case["options"]).layout(spec_of(case))
-    buffers = [
-        reference.Buffer(x, case["dtype"], at.data_offset, at.scale_offset)
-        for x, at in zip(values_of(case), layout.buffers, strict=True)
-    ]
-    cold, refused = reference.encode_page(
-        buffers, case["valid_tokens"], case["tokens"], layout.cold_page_bytes, layout.scale_table_offset
+    parts = reference_parts(layout, values_of(case))
+    cold, refused = page_reference.encode_page(
+        parts, case["valid_tokens"], case["tokens"], layout.cold_page_bytes, layout.scale_table_offset
     )
     if refused:
         raise ValueError(f"{case}: a golden page must not be refused")

@@ -47,6 +47,45 @@ def test_the_default_scale_costs_one_byte_per_buffer(capsys: pytest.CaptureFixtu
     assert got["slot_bytes"] == 1_327_104 + 4096
 
 
+_GQA = "mha --layers 1 --kv-heads 4 --head-dim 64 --tokens 64"
+
+
+@pytest.mark.parametrize(
+    ("args", "bytes_per_value"),
+    [
+        (f"{_GQA} --codec nvfp4 --global-scale identity", 0.5625),
+        (f"{_GQA} --codec nvfp4_offset", 0.578),
+        (f"{_GQA} --codec nvfp4_token", 0.625),
+        (f"{_GQA} --codec k8v4", 0.798),
+        (f"{_GQA} --codec 2fp4", 0.844),
+    ],
+)
+def test_forms_for_k_cost_what_they_say(capsys: pytest.CaptureFixture[str], args: str, bytes_per_value: float) -> None:
+    assert size(capsys, args)["bytes_per_value"] == pytest.approx(bytes_per_value, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("args", "row_bytes"),
+    [
+        ("mla --layers 1 --tokens 64 --rope nvfp4", 324),
+        ("mla --layers 1 --tokens 64 --rope 2fp4", 360),
+        ("mla --layers 1 --tokens 64 --rope fp8", 352),
+        ("mla --layers 1 --tokens 64 --rope keep", 416),
+        ("mla --layers 1 --latent-dim 448 --tokens 64 --rope nvfp4", 288),
+        ("mla --layers 1 --latent-dim 448 --tokens 64 --rope 2fp4", 324),
+        ("mla --layers 1 --latent-dim 448 --tokens 64 --rope fp8", 316),
+        ("mla --layers 1 --latent-dim 448 --tokens 64 --rope keep", 380),
+        # K of 256 with 64 rotary columns, and V of 256 in 144 bytes.
+        ("mha --layers 1 --kv-heads 1 --head-dim 256 --rotary-dim 64 --rope nvfp4", 144 + 144),
+        ("mha --layers 1 --kv-heads 1 --head-dim 256 --rotary-dim 64 --rope 2fp4", 180 + 144),
+        ("mha --layers 1 --kv-heads 1 --head-dim 256 --rotary-dim 64 --rope fp8", 172 + 144),
+        ("mha --layers 1 --kv-heads 1 --head-dim 256 --rotary-dim 64 --rope keep", 236 + 144),
+    ],
+)
+def test_rows_with_a_rotary_part(capsys: pytest.CaptureFixture[str], args: str, row_bytes: int) -> None:
+    assert size(capsys, f"{args} --global-scale identity")["cold_page_bytes"] == 64 * row_bytes
+
+
 def test_raw_keeps_every_byte(capsys: pytest.CaptureFixture[str]) -> None:
     got = size(capsys, "mha --layers 2 --kv-heads 2 --head-dim 64 --tokens 16 --dtype fp32 --codec raw")
     assert got["cold_page_bytes"] == got["hot_page_bytes"] == 2 * 2 * 2 * 64 * 16 * 4
@@ -67,6 +106,11 @@ def test_the_table_shows_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
     [
         ("mha --layers 0 --kv-heads 1 --head-dim 16", ("--layers", "0", "from 1 up")),
         ("mha --layers 1 --kv-heads 1 --head-dim -16", ("--head-dim", "-16", "from 1 up")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --codec k8v4 --rope fp8", ("--rope", "k8v4", "leave")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --rope keep", ("rotary", "leave")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --tokens 8 --codec nvfp4_token", ("nvfp4_token", "16", "8")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --tokens 8 --codec nvfp4_offset", ("nvfp4_offset", "16", "8")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 64 --rotary-dim 24 --rope fp8", ("rotary", "24", "multiple of 16")),
         ("mla --layers 2 --index-buffers 3", ("--index-buffers 3", "--layers 2")),
         ("mha --layers 1 --kv-heads 1 --head-dim 16 --lossless-bytes 0", ("--lossless-bytes 0", "from 1 up")),
     ],

@@ -65,7 +65,7 @@ def test_sizes(spec: PageSpec, hot_bytes: int, cold_bytes: int) -> None:
 
 
 def offsets(layout: ColdLayout) -> tuple[list[int], list[int]]:
-    return [b.data_offset for b in layout.buffers], [b.scale_offset for b in layout.buffers]
+    return [b.data_offset for b in layout.parts], [b.scale_offset for b in layout.parts]
 
 
 def test_offsets() -> None:
@@ -87,6 +87,6 @@ def test_the_table_of_global_scales_follows_the_last_record() -> None:
 
 def test_a_head_dim_that_does_not_fit_is_stored_whole() -> None:
     layout = ColdLayout.of(mha(1, 2, 40, 4), quantize=True)
-    assert [b.compressed for b in layout.buffers] == [False, False]
+    assert [b.compressed for b in layout.parts] == [False, False]
     assert layout.scale_table_offset == -1
     assert layout.cold_page_bytes == 2 * 2 * 4 * 40 * 2

@@ -1,0 +1,29 @@
+// The forms for CPUs with AVX2: the same loops, other instructions.
+#if defined(__x86_64__)
+
+// Before the target changes, so that what the headers define stays runnable everywhere.
+#include "forms.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
+namespace kvtier {
+namespace {
+#include "forms_impl.h"
+}  // namespace
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const FormKernels kAvx2Forms = KVTIER_FORM_KERNELS;
+
+}  // namespace kvtier
+
+#endif
