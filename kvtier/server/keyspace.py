@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
 from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
@@ -55,12 +57,19 @@ class Refusal(NamedTuple):
 class Reservation:
     """Room for a value that is about to be received: `view` is where it goes. Ends in `Keyspace.commit` or `abort`."""
 
-    __slots__ = ("page", "slot", "view")
+    __slots__ = ("_check", "page", "received", "slot", "view")
 
     def __init__(self, page: bytes, slot: Slot, view: memoryview) -> None:
         self.page = page
         self.slot = slot
         self.view: memoryview | None = view
+        self._check = xxhash.xxh3_128(b"", seed_of(page))
+        self.received = self._check.update
+
+    @property
+    def checksum(self) -> bytes:
+        """Of everything that `received` was called with."""
+        return self._check.digest()
 
 
 @dataclass(slots=True)
@@ -149,8 +158,7 @@ class Keyspace:
         """Publish a received value under its key; False where ``only_new`` forbids it (it is given back then)."""
         page, slot = reservation.page, reservation.slot
         name = _hash(database, key)
-        sum_ = _native.xxh3_128(self.store.host.view(slot), seed_of(page))
-        meta = PageMeta(slot.nbytes, _FORM, 0, sum_, _SPEC, _ORIGIN.pack(database, expires_ms) + key)
+        meta = PageMeta(slot.nbytes, _FORM, 0, reservation.checksum, _SPEC, _ORIGIN.pack(database, expires_ms) + key)
         with self._lock:
             old = self._entry(name)
             if only_new and old is not None and not _is_over(old):
@@ -188,6 +196,7 @@ class Keyspace:
             if isinstance(reservation, Refusal) or reservation.view is None:
                 return False
             reservation.view[:] = reading.view
+            reservation.received(reservation.view)
             return self.commit(database, key, reservation, expires_ms=expires_ms)
         finally:
             self.release(reading)

@@ -11,6 +11,7 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -22,6 +23,8 @@ _STRANGER_BULK_MAX = 16 << 10
 _BULK_MAX = 1 << 20
 """Arguments that are no values, such as keys: more than this is nobody's key."""
 _SKIP_BYTES = 64 << 10
+_PIECE_BYTES = 256 << 10
+_SEND_WAIT_S = 0.02
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,9 +38,12 @@ class Disconnected(Exception):  # noqa: N818 - not an error: clients come and go
 
 
 class Place(Protocol):
-    """Where a value goes: `view` has exactly its length; None to throw the value away."""
+    """Where a value goes: `view` has exactly its length; None to throw the value away. `received` is called with each
+    piece of it that has come, in order, while it is still in the processor's cache."""
 
     view: memoryview | None
+
+    def received(self, piece: memoryview) -> None: ...
 
 
 Argument = bytes | Place
@@ -62,8 +68,8 @@ class Stream:
         """Not authenticated yet: only short commands are read."""
         self._timeout_s = timeout_s
         connected.settimeout(None)
-        seconds, micros = divmod(int(timeout_s * 1e6), 1_000_000)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        for option, wait_s in ((socket.SO_RCVTIMEO, timeout_s), (socket.SO_SNDTIMEO, min(_SEND_WAIT_S, timeout_s))):
+            seconds, micros = divmod(int(wait_s * 1e6), 1_000_000)
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
 
     @property
@@ -104,7 +110,10 @@ class Stream:
             if placed.view is None:
                 self._skip(length)
             else:
-                self._read_into(placed.view)
+                for at in range(0, length, _PIECE_BYTES):
+                    piece = placed.view[at : at + _PIECE_BYTES]
+                    self._read_into(piece)
+                    placed.received(piece)
             self._end_bulk()
             return placed
         if length > _BULK_MAX:
@@ -172,13 +181,26 @@ class Stream:
     # ---- writing
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send buffers as one stream, without copying them. Raises Disconnected."""
+        """Send buffers as one stream, without copying them, however long the client takes. Raises Disconnected."""
+        left = self.send_some(parts)
+        while left:
+            before = sum(map(len, left))
+            until = time.monotonic() + self._timeout_s
+            while left and sum(map(len, left)) == before:
+                if time.monotonic() > until:
+                    raise Disconnected("a reply was left half taken")
+                left = self.send_some(left)
+
+    def send_some(self, parts: Sequence[Buffer]) -> list[Buffer]:
+        """Send what the client takes while it keeps taking; returns the rest. The kernel waits, so that a large value
+        is one call, but not for long, so that a client that sends on instead of reading is heard. TLS sockets send
+        all. Raises Disconnected."""
+        waiting = [memoryview(p) for p in parts if len(p)]
         try:
             if self._tls:
-                for part in parts:
-                    self._send_all(memoryview(part))
-                return
-            waiting = [memoryview(p) for p in parts if len(p)]
+                for part in waiting:
+                    self._send_all(part)
+                return []
             at = 0
             while at < len(waiting):
                 sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
@@ -187,31 +209,11 @@ class Stream:
                     at += 1
                 if sent:
                     waiting[at] = waiting[at][sent:]
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise Disconnected("a reply was left half taken") from None
+        except BlockingIOError:
+            return list(waiting[at:])
         except OSError as e:
             raise Disconnected(str(e)) from e
-
-    def send_now(self, parts: Sequence[Buffer]) -> list[Buffer]:
-        """Send what the client takes without waiting; returns the rest. TLS sockets wait. Raises Disconnected."""
-        if self._tls:
-            self.send(parts)
-            return []
-        waiting = [memoryview(p) for p in parts if len(p)]
-        at = 0
-        while at < len(waiting):
-            try:
-                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX], (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError as e:
-                raise Disconnected(str(e)) from e
-            while at < len(waiting) and sent >= len(waiting[at]):
-                sent -= len(waiting[at])
-                at += 1
-            if sent:
-                waiting[at] = waiting[at][sent:]
-        return list(waiting[at:])
+        return []
 
     def wait(self) -> bool:
         """Wait until the client takes more or sends more; True if it sends. Raises Disconnected where it does neither
@@ -224,8 +226,12 @@ class Stream:
         return bool(ready[0][1] & ~select.POLLOUT)
 
     def _send_all(self, part: memoryview) -> None:
+        until = time.monotonic() + self._timeout_s
         while len(part):
-            part = part[self._socket.send(part) :]
+            if time.monotonic() > until:
+                raise Disconnected("a reply was left half taken")
+            with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):  # not yet
+                part = part[self._socket.send(part) :]
 
 
 # ---- replies

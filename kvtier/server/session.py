@@ -34,6 +34,9 @@ class Refused:
         self.text = text
         self.view: memoryview | None = None
 
+    def received(self, piece: memoryview) -> None:
+        """Nothing is kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -142,7 +145,7 @@ class Session:
                 return
 
     def _send_now(self) -> None:
-        self._out = self._stream.send_now(self._out)
+        self._out = self._stream.send_some(self._out)
         self._out_bytes = sum(map(len, self._out))
         if not self._out:
             self._release()

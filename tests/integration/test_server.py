@@ -543,6 +543,31 @@ def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "k.sock").exists()
 
 
+def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: apt-get install openssl")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out",
+         "cert.pem", "-subj", "/CN=kvtier", "-addext", "subjectAltName=IP:127.0.0.1"],
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    server = start(tmp_path, listen=["tls:127.0.0.1:0"], tls_cert=cert, tls_key=key)
+    value = os.urandom(3 * MIB)
+    with client_of(server, ssl=True, ssl_ca_certs=cert) as client:
+        assert client.set("k", value) and client.get("k") == value
+        with client.pipeline(transaction=False) as pipeline:
+            for n in range(500):
+                pipeline.set(f"k{n}", b"x" * n)
+                pipeline.strlen(f"k{n}")
+            assert pipeline.execute()[1::2] == list(range(500))
+    with client_of(server) as plain, pytest.raises(redis.ConnectionError):
+        plain.ping()
+    with client_of(server, ssl=True, ssl_ca_certs=cert) as client:
+        assert client.get("k499") == b"x" * 499, "a client that does not speak TLS harms nobody"
+    server.stop()
+
+
 # ---- as a tier
 
 
