@@ -1,49 +1,62 @@
 #!/usr/bin/env bash
-# Builds the environment in which the SGLang tests run: the real SGLang on a CPU, in a virtual environment of its own,
-# with this checkout of kvtier installed editable. Prints the environment's directory as its last line.
+# Makes the environment in which the SGLang tests run: the real SGLang on a CPU, and this checkout of kvtier, editable.
+# Prints the environment's directory as its last line.
 #
 #   tools/env-sglang.sh [DIRECTORY]
 #
-# DIRECTORY defaults to ${KVTIER_CACHE:-~/.cache/kvtier}/sglang-<hash of the pins>. A second run is fast: packages are
-# installed once per set of pins, kvtier again only when its native code or packaging changed.
-# PYTHON names the interpreter (3.11 or newer, default python3).
+# Two layers, as in tools/venv.sh. SGLang and everything it needs lie in DIRECTORY, by default
+# ${KVTIER_CACHE:-~/.cache/kvtier}/sglang-<hash of the pins>, shared by all clones: 3 minutes and 3 GB, once. kvtier lies
+# in build/env/sglang of this clone, on top of them, and is installed again when its native code or packaging changed.
 #
-# torch is pinned without a local version: where PyPI would bring the CUDA build (Linux x86-64 and arm64), point pip at
-# torch's CPU index first, for example with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# From the environment: PYTHON (python3, 3.11 or newer), KVTIER_CACHE, and TORCH_INDEX: torch is pinned without a local
+# version, so where PyPI would bring the CUDA build (Linux on x86-64 or arm64) name torch's CPU index,
+# https://download.pytorch.org/whl/cpu
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+say() { echo "tools/env-sglang.sh: $*" >&2; }
+digest() { sha256sum | cut -c1-16; }
+lock() { exec 9> "$1.lock"; if command -v flock > /dev/null; then flock 9; fi; }
+
+command -v "$python" > /dev/null || { say "no '$python'; set PYTHON to a Python of at least 3.11"; exit 1; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || { say "$python is $("$python" --version), the pins need at least 3.11; set PYTHON"; exit 1; }
+
+# The first layer: SGLang.
 pins=$root/tools/sglang/requirements.txt
 stand_ins=$root/tools/sglang/stand_ins.py
-python=${PYTHON:-python3}
-
-"$python" - <<'PY' || { echo "env-sglang: $python is too old, the pins need Python 3.11 or newer: set PYTHON" >&2; exit 1; }
-import sys
-sys.exit(sys.version_info < (3, 11))
-PY
-
-hash=$(cat "$pins" "$stand_ins" | sha256sum | cut -c1-12)
-env=${1:-${KVTIER_CACHE:-$HOME/.cache/kvtier}/sglang-$hash}
-mkdir -p "$(dirname "$env")"
-
-exec 9>"$env.lock"
-flock 9
-
-if [ "$(cat "$env/.kvtier-pins" 2>/dev/null)" != "$hash" ]; then
-  echo "env-sglang: installing SGLang into $env (a few minutes, about 3 GB)" >&2
-  rm -rf "$env"
-  "$python" -m venv "$env"
-  "$env/bin/pip" install --quiet --disable-pip-version-check --no-deps --requirement "$pins" >&2
-  "$env/bin/python" "$stand_ins"
-  echo "$hash" >"$env/.kvtier-pins"
+version=$("$python" -c 'import sys, sysconfig; print(sys.version, sysconfig.get_platform(), sys.base_prefix)')
+hash=$({ cat "$pins" "$stand_ins"; echo "$version ${TORCH_INDEX:-}"; } | digest)
+deps=${1:-${KVTIER_CACHE:-$HOME/.cache/kvtier}/sglang-$hash}
+mkdir -p "$(dirname "$deps")"
+lock "$deps"
+if [ "$(cat "$deps/complete" 2> /dev/null)" != "$hash" ]; then
+  say "making $deps: SGLang and the rest, some minutes the first time"
+  rm -rf "$deps"
+  "$python" -m venv "$deps"
+  "$deps/bin/python" -m pip --disable-pip-version-check install -qq --no-deps \
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement "$pins" >&2
+  "$deps/bin/python" "$stand_ins"
+  echo "$hash" > "$deps/complete"
 fi
 
-# What an editable install depends on; Python files are read from the checkout itself.
-build=$(cd "$root" && { echo "$root"; cat pyproject.toml CMakeLists.txt kernels/csrc/*; find tools/editable; } | sha256sum | cut -c1-12)
-if [ "$(cat "$env/.kvtier-build" 2>/dev/null)" != "$build" ]; then
-  echo "env-sglang: building kvtier from $root" >&2
-  "$env/bin/pip" install --quiet --disable-pip-version-check --no-deps --config-settings "build-dir=$env/kvtier-build" --editable "$root" >&2
-  echo "$build" >"$env/.kvtier-build"
+# The second layer: kvtier.
+cd "$root"
+env=$root/build/env/sglang
+mkdir -p "$root/build/env"
+lock "$env"
+state=$({ echo "$root $deps"; find pyproject.toml CMakeLists.txt kernels/csrc tools/editable -type f -print0 | sort -z | xargs -0 sha256sum; } | digest)
+if [ "$(cat "$env/complete" 2> /dev/null)" != "$state" ]; then
+  say "installing kvtier into $env"
+  rm -rf "$env"
+  "$deps/bin/python" -m venv --without-pip "$env"
+  site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  below=$("$deps/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('$below')" > "$site/kvtier-dependencies.pth"
+  "$deps/bin/python" -m pip --disable-pip-version-check --python "$env/bin/python" install -qq --no-deps \
+    --config-settings build-dir="$env/native" --editable . >&2
+  echo "$state" > "$env/complete"
 fi
 
 echo "$env"
