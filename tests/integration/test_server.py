@@ -395,10 +395,10 @@ def test_a_damaged_value_is_a_miss(server: CacheServer) -> None:
         assert server.store is not None
         entry = server.keyspace.find(0, b"k")
         assert entry is not None
-        (pin,) = server.store.host.pin_many([entry.page])
-        assert pin is not None
-        server.store.host.view(pin[0])[5000] ^= 1
-        server.store.host.unpin_many([pin[0]])
+        pins = server.store.host.pin_many([entry.page])
+        ((slot, _),) = server.store.host.pinned_many(pins)
+        server.store.host.view(slot)[5000] ^= 1
+        server.store.host.unpin_many(pins)
         assert client.get("k") is None
         assert client.dbsize() == 0
         assert server.store.host.usage().quarantined_pages == 1
@@ -548,7 +548,7 @@ def test_tls(tmp_path: Path) -> None:
         pytest.skip("no openssl: apt-get install openssl")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out",
-         "cert.pem", "-subj", "/CN=kvtier", "-addext", "subjectAltName=IP:127.0.0.1"],
+         "cert.pem", "-subj", "/CN=kvtier", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"],
         cwd=tmp_path, check=True, capture_output=True,
     )  # fmt: skip
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
