@@ -129,8 +129,49 @@ void mean(const float* x, int64_t rows, int64_t dim, DType coded, uint16_t* bits
   widen16(bits, dim, coded, values);
 }
 
+// Eight lanes; compilers make of them what the instruction set has.
+typedef float F8 __attribute__((vector_size(32)));
+typedef uint32_t W8 __attribute__((vector_size(32)));
+typedef int32_t I8 __attribute__((vector_size(32)));
+
+#if defined(__clang__)
+#define KVTIER_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#define KVTIER_SHUFFLE2(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
+#else
+#define KVTIER_SHUFFLE(v, ...) __builtin_shuffle(v, I8{__VA_ARGS__})
+#define KVTIER_SHUFFLE2(v, w, ...) __builtin_shuffle(v, w, I8{__VA_ARGS__})
+#endif
+#define KVTIER_INLINE __attribute__((always_inline)) inline
+
+KVTIER_INLINE F8 all(float x) { return F8{x, x, x, x, x, x, x, x}; }
+KVTIER_INLINE W8 all(uint32_t x) { return W8{x, x, x, x, x, x, x, x}; }
+KVTIER_INLINE F8 load8(const float* x) {
+  F8 v;
+  __builtin_memcpy(&v, x, 32);
+  return v;
+}
+KVTIER_INLINE void store8(float* x, F8 v) { __builtin_memcpy(x, &v, 32); }
+KVTIER_INLINE F8 magnitude(F8 x) { return F8(W8(x) & ~all(kFloatSign)); }
+KVTIER_INLINE W8 sign(F8 x) { return W8(x) & all(kFloatSign); }
+KVTIER_INLINE F8 larger(F8 a, F8 b) { return a < b ? b : a; }
+KVTIER_INLINE F8 smaller(F8 a, F8 b) { return b < a ? b : a; }
+
+// Lanes i and i + 4, then + 2, then + 1.
+KVTIER_INLINE float sum_lanes(F8 x) {
+  x = x + KVTIER_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = x + KVTIER_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = x + KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6);
+  return x[0];
+}
+KVTIER_INLINE float largest_lane(F8 x) {
+  x = larger(x, KVTIER_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = larger(x, KVTIER_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5));
+  x = larger(x, KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6));
+  return x[0];
+}
+
 // Scale code of a magnitude, as scale_code() has it.
-inline uint32_t scale_bits(float amax, float global_scale) {
+KVTIER_INLINE uint32_t scale_bits(float amax, float global_scale) {
   float wanted = global_scale * (amax * (1.0f / 6.0f));
   wanted = wanted > 0.015625f ? wanted : 0.015625f;
   wanted = wanted < 448.0f ? wanted : 448.0f;
@@ -140,188 +181,175 @@ inline uint32_t scale_bits(float amax, float global_scale) {
 
 // e2m1 code without sign of a magnitude in steps, and what it is worth: adding a number whose last bit is one step rounds.
 struct Rounded {
-  uint32_t code;
-  float magnitude;
+  W8 code;
+  F8 magnitude;
 };
-inline Rounded round_e2m1(float steps) {
-  const float t = steps < 6.0f ? steps : 6.0f;
-  const float above = t < 4.0f ? kOneStep : kTwoStep;
-  const uint32_t above_code = t < 4.0f ? 0x4B400000u - 2u : 0x4BC00000u - 4u;
-  const float large = t < 2.0f ? kHalfStep : above;
-  const uint32_t base = t < 2.0f ? 0x4AC00000u : above_code;
-  const float sum = t + large;
-  return {to_bits(sum) - base, sum - large};
+KVTIER_INLINE Rounded round_e2m1(F8 steps) {
+  const F8 t = smaller(steps, all(6.0f));
+  const F8 large = t < all(2.0f) ? all(kHalfStep) : t < all(4.0f) ? all(kOneStep) : all(kTwoStep);
+  const W8 base = t < all(2.0f)   ? all(0x4AC00000u)
+                  : t < all(4.0f) ? all(0x4B400000u - 2u)
+                                  : all(0x4BC00000u - 4u);
+  const F8 sum = t + large;
+  return {W8(sum) - base, sum - large};
 }
 
-// 16 codes, one per byte, to 8 bytes.
-inline void pack(const uint8_t* codes, uint8_t* data) {
-  uint16_t pairs[8];
-  __builtin_memcpy(pairs, codes, 16);
-  for (int i = 0; i < 8; ++i) data[i] = uint8_t(pairs[i] | pairs[i] >> 4);
+// Codes of eight neighbours to nibbles in their places; the lanes are to be joined.
+KVTIER_INLINE W8 spread(W8 codes) { return codes << W8{0, 4, 8, 12, 16, 20, 24, 28}; }
+
+KVTIER_INLINE void pack8(W8 codes, uint8_t* data) {
+  W8 x = spread(codes);
+  x = x | KVTIER_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = x | KVTIER_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = x | KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6);
+  const uint32_t word = x[0];
+  __builtin_memcpy(data, &word, 4);
 }
 
-inline float sum16(const float* x) {
-  float a[8], b[4], c[2];
-  for (int i = 0; i < 8; ++i) a[i] = x[i] + x[i + 8];
-  for (int i = 0; i < 4; ++i) b[i] = a[i] + a[i + 4];
-  for (int i = 0; i < 2; ++i) c[i] = b[i] + b[i + 2];
-  return c[0] + c[1];
+KVTIER_INLINE void pack16(W8 first, W8 second, uint8_t* data) {
+  const W8 a = spread(first), b = spread(second);
+  W8 x = KVTIER_SHUFFLE2(a, b, 0, 1, 2, 3, 8, 9, 10, 11) | KVTIER_SHUFFLE2(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  x = x | KVTIER_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = x | KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6);
+  const uint32_t words[2] = {x[0], x[4]};
+  __builtin_memcpy(data, words, 8);
 }
 
-inline float amax16(const float* x) {
-  int32_t most = 0;
-  for (int i = 0; i < 16; ++i) {
-    const int32_t magnitude = int32_t(to_bits(x[i]) & ~kFloatSign);
-    most = magnitude > most ? magnitude : most;
+// 16 values as codes with their sign in bit 3, and what is left of them.
+struct Group {
+  W8 code[2];
+  F8 rest[2];
+  uint32_t scale;
+};
+KVTIER_INLINE Group quantize16(F8 x0, F8 x1, float global_scale, const StepTable& table) {
+  Group g;
+  g.scale = scale_bits(largest_lane(larger(magnitude(x0), magnitude(x1))), global_scale);
+  const F8 inverse = all(table.inverse[g.scale]), step = all(table.step[g.scale]);
+  const F8 x[2] = {x0, x1};
+  for (int i = 0; i < 2; ++i) {
+    const Rounded r = round_e2m1(magnitude(x[i] * inverse));
+    g.code[i] = r.code | sign(x[i]) >> 28;
+    g.rest[i] = x[i] - F8(W8(r.magnitude * step) | sign(x[i]));
   }
-  return to_float(uint32_t(most));
+  return g;
 }
 
-// Codes of 16 values (sign in bit 3) and what is left of them; the scale code.
-inline uint32_t quantize16(const float* x, float global_scale, const StepTable& table, uint8_t* codes, float* rest) {
-  const uint32_t scale = scale_bits(amax16(x), global_scale);
-  const float inverse = table.inverse[scale], step = table.step[scale];
-  for (int i = 0; i < 16; ++i) {
-    const uint32_t sign = to_bits(x[i]) & kFloatSign;
-    const Rounded r = round_e2m1(to_float(to_bits(x[i] * inverse) & ~kFloatSign));
-    codes[i] = uint8_t(r.code | sign >> 28);
-    rest[i] = x[i] - to_float(to_bits(r.magnitude * step) | sign);
-  }
-  return scale;
-}
-
-inline float squares16(const float* x) {
-  float squares[16];
-  for (int i = 0; i < 16; ++i) squares[i] = x[i] * x[i];
-  return sum16(squares);
-}
+KVTIER_INLINE float squares16(F8 a, F8 b) { return sum_lanes(a * a + b * b); }
 
 void encode_two(const float* x, int64_t groups, float global_scale, const StepTable& table, uint8_t* data,
                 uint8_t* scales) {
-  uint8_t codes[16];
-  float rest[16], unused[16];
   for (int64_t g = 0; g < groups; ++g, x += 16, data += 16, scales += 2) {
-    scales[0] = uint8_t(quantize16(x, global_scale, table, codes, rest));
-    pack(codes, data);
-    scales[1] = uint8_t(quantize16(rest, global_scale, table, codes, unused));
-    pack(codes, data + 8);
+    const Group first = quantize16(load8(x), load8(x + 8), global_scale, table);
+    const Group second = quantize16(first.rest[0], first.rest[1], global_scale, table);
+    pack16(first.code[0], first.code[1], data);
+    pack16(second.code[0], second.code[1], data + 8);
+    scales[0] = uint8_t(first.scale), scales[1] = uint8_t(second.scale);
   }
 }
+
+KVTIER_INLINE W8 positive_zeros(W8 codes) { return codes == all(8u) ? all(0u) : codes; }
 
 void encode_offset(const float* x, const float* mean, int64_t groups, float global_scale, const StepTable& table,
                    uint8_t* data, uint8_t* scales) {
-  uint8_t codes[16], off_codes[16];
-  float rest[16], off_rest[16], d[16];
   for (int64_t g = 0; g < groups; ++g, x += 16, mean += 16, data += 8) {
-    for (int i = 0; i < 16; ++i) d[i] = x[i] - mean[i];
-    const uint32_t scale = quantize16(x, global_scale, table, codes, rest);
-    const uint32_t off_scale = quantize16(d, global_scale, table, off_codes, off_rest);
-    const bool off = squares16(off_rest) < squares16(rest);
-    for (int i = 0; i < 16; ++i) off_codes[i] = off_codes[i] == 8 ? uint8_t(0) : off_codes[i];
-    scales[g] = uint8_t(off ? off_scale | 0x80u : scale);
-    pack(off ? off_codes : codes, data);
+    const F8 a = load8(x), b = load8(x + 8);
+    const Group plain = quantize16(a, b, global_scale, table);
+    const Group off = quantize16(a - load8(mean), b - load8(mean + 8), global_scale, table);
+    const bool take = squares16(off.rest[0], off.rest[1]) < squares16(plain.rest[0], plain.rest[1]);
+    scales[g] = uint8_t(take ? off.scale | 0x80u : plain.scale);
+    const W8 taken = all(take ? 0xFFFFFFFFu : 0u);
+    pack16((positive_zeros(off.code[0]) & taken) | (plain.code[0] & ~taken),
+           (positive_zeros(off.code[1]) & taken) | (plain.code[1] & ~taken), data);
   }
 }
 
-// 8 bytes to 16 codes, one per byte.
-inline void unpack(const uint8_t* data, uint8_t* codes) {
-  uint16_t pairs[8];
-  for (int i = 0; i < 8; ++i) pairs[i] = uint16_t((data[i] & 15) | (data[i] & 0xF0) << 4);
-  __builtin_memcpy(codes, pairs, 16);
-}
-
-inline float e2m1_value(uint32_t code) {
-  const uint32_t magnitude = code & 7u;
-  const float small = float(int32_t(magnitude)) * 0.5f;
-  const float normal = to_float((magnitude << 22) + (126u << 23));
-  return to_float(to_bits(magnitude < 2u ? small : normal) | (code & 8u) << 28);
-}
-
-inline void values16(const uint8_t* data, float step, float* x) {
-  uint8_t codes[16];
-  unpack(data, codes);
-  for (int i = 0; i < 16; ++i) x[i] = e2m1_value(codes[i]) * step;
+// Eight nibbles as e2m1 values.
+KVTIER_INLINE F8 values8(const uint8_t* data) {
+  uint32_t word;
+  __builtin_memcpy(&word, data, 4);
+  const W8 codes = all(word) >> W8{0, 4, 8, 12, 16, 20, 24, 28};
+  const W8 signs = codes << 28 & all(kFloatSign);
+#if defined(__AVX2__) && !defined(__clang__)
+  // One instruction, which looks at the lower three bits of each index.
+  const F8 sizes = __builtin_shuffle(F8{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, I8(codes));
+#else
+  const W8 size = codes & all(7u);
+  const F8 small = __builtin_convertvector(I8(size), F8) * all(0.5f);
+  const F8 sizes = size < all(2u) ? small : F8((size << 22) + all(126u << 23));
+#endif
+  return F8(W8(sizes) | signs);
 }
 
 void decode_two(const uint8_t* data, const uint8_t* scales, int64_t groups, const StepTable& table, float* x) {
-  float rest[16];
   for (int64_t g = 0; g < groups; ++g, x += 16, data += 16, scales += 2) {
-    values16(data, table.step[scales[0] & 0x7F], x);
-    values16(data + 8, table.step[scales[1] & 0x7F], rest);
-    for (int i = 0; i < 16; ++i) x[i] += rest[i];
+    const F8 first = all(table.step[scales[0] & 0x7F]), second = all(table.step[scales[1] & 0x7F]);
+    store8(x, values8(data) * first + values8(data + 8) * second);
+    store8(x + 8, values8(data + 4) * first + values8(data + 12) * second);
   }
 }
 
 void decode_offset(const uint8_t* data, const uint8_t* scales, const float* mean, int64_t groups,
                    const StepTable& table, float* x) {
   for (int64_t g = 0; g < groups; ++g, x += 16, mean += 16, data += 8) {
-    values16(data, table.step[scales[g] & 0x7F], x);
-    // Adding 0 would lose the sign of zeros.
-    const bool off = scales[g] & 0x80;
-    for (int i = 0; i < 16; ++i) {
-      const float sum = x[i] + mean[i];
-      x[i] = off ? sum : x[i];
-    }
+    const F8 step = all(table.step[scales[g] & 0x7F]);
+    // Adding -0 changes nothing, not even the sign of a zero.
+    const W8 off = all(scales[g] & 0x80 ? 0xFFFFFFFFu : 0u), nothing = ~off & all(kFloatSign);
+    store8(x, values8(data) * step + F8((W8(load8(mean)) & off) | nothing));
+    store8(x + 8, values8(data + 4) * step + F8((W8(load8(mean + 8)) & off) | nothing));
   }
 }
 
-constexpr int64_t kChannels = 64;  // of one block of encode_token and decode_token
-
-template <int kCount>
-inline void encode_channels(const float* x, int64_t rows, int64_t dim, float global_scale, const StepTable& table,
-                            DType coded, uint8_t* data, uint8_t* scales, uint16_t* middles) {
-  float low[kCount], high[kCount], middle[kCount], inverse[kCount];
-  for (int c = 0; c < kCount; ++c) low[c] = high[c] = x[c];
-  for (int64_t r = 1; r < rows; ++r)
-    for (int c = 0; c < kCount; ++c) {
-      const float value = x[r * dim + c];
-      low[c] = value < low[c] ? value : low[c];
-      high[c] = value > high[c] ? value : high[c];
-    }
-  for (int c = 0; c < kCount; ++c) middle[c] = low[c] * 0.5f + high[c] * 0.5f + 0.0f;
+KVTIER_INLINE F8 rounded_to(DType coded, F8 x, uint16_t* bits) {
+  float values[8];
+  store8(values, x);
   if (coded == DType::kFP16)
-    for (int c = 0; c < kCount; ++c) middles[c] = half_bits(middle[c]), middle[c] = half_value(middles[c]);
+    for (int i = 0; i < 8; ++i) bits[i] = half_bits(values[i]), values[i] = half_value(bits[i]);
   else
-    for (int c = 0; c < kCount; ++c) middles[c] = brain_bits(middle[c]), middle[c] = brain_value(middles[c]);
-  // Rounding keeps order, so the farthest values are the lowest and the highest.
-  for (int c = 0; c < kCount; ++c) {
-    const float below = to_float(to_bits(low[c] - middle[c]) & ~kFloatSign);
-    const float above = to_float(to_bits(high[c] - middle[c]) & ~kFloatSign);
-    scales[c] = uint8_t(scale_bits(below > above ? below : above, global_scale));
-  }
-  for (int c = 0; c < kCount; ++c) inverse[c] = table.inverse[scales[c]];
-  for (int64_t r = 0; r < rows; ++r) {
-    uint8_t codes[kCount];
-    for (int c = 0; c < kCount; ++c) {
-      const float scaled = (x[r * dim + c] - middle[c]) * inverse[c];
-      const uint32_t code = round_e2m1(to_float(to_bits(scaled) & ~kFloatSign)).code | (to_bits(scaled) & kFloatSign) >> 28;
-      codes[c] = uint8_t(code == 8u ? 0u : code);
-    }
-    for (int c = 0; c < kCount; c += 16) pack(codes + c, data + r * dim / 2 + c / 2);
-  }
+    for (int i = 0; i < 8; ++i) bits[i] = brain_bits(values[i]), values[i] = brain_value(bits[i]);
+  return load8(values);
 }
 
-void encode_token(const float* x, int64_t rows, int64_t dim, float global_scale, const StepTable& table, DType coded,
+// What scale codes of normal size are worth.
+KVTIER_INLINE F8 steps_of(W8 scales, float global) { return F8((scales << 20) + all(120u << 23)) * all(global); }
+
+void encode_token(const float* x, int64_t rows, int64_t dim, float global_scale, const StepTable&, DType coded,
                   uint8_t* data, uint8_t* scales, uint16_t* middles) {
-  int64_t c = 0;
-  for (; c + kChannels <= dim; c += kChannels)
-    encode_channels<kChannels>(x + c, rows, dim, global_scale, table, coded, data + c / 2, scales + c, middles + c);
-  for (; c < dim; c += 16)
-    encode_channels<16>(x + c, rows, dim, global_scale, table, coded, data + c / 2, scales + c, middles + c);
+  for (int64_t c = 0; c < dim; c += 8) {
+    F8 low = load8(x + c), high = low;
+    for (int64_t r = 1; r < rows; ++r) {
+      const F8 value = load8(x + r * dim + c);
+      low = smaller(low, value), high = larger(high, value);
+    }
+    const F8 middle = rounded_to(coded, low * all(0.5f) + high * all(0.5f) + all(0.0f), middles + c);
+    // Rounding keeps order, so the farthest values are the lowest and the highest.
+    const F8 amax = larger(magnitude(low - middle), magnitude(high - middle));
+    const F8 wanted = smaller(larger(all(global_scale) * (amax * all(1.0f / 6.0f)), all(0.015625f)), all(448.0f));
+    const W8 codes = ((W8(wanted) + all(0x7FFFFu) + (W8(wanted) >> 20 & all(1u))) >> 20) - all(120u << 3);
+    for (int i = 0; i < 8; ++i) scales[c + i] = uint8_t(codes[i]);
+    const F8 inverse = all(1.0f) / steps_of(codes, 1.0f / global_scale);
+    for (int64_t r = 0; r < rows; ++r) {
+      const F8 scaled = (load8(x + r * dim + c) - middle) * inverse;
+      pack8(positive_zeros(round_e2m1(magnitude(scaled)).code | sign(scaled) >> 28), data + (r * dim + c) / 2);
+    }
+  }
 }
 
 void decode_token(const uint8_t* data, const uint8_t* scales, const float* middles, int64_t rows, int64_t dim,
                   const StepTable& table, float* x) {
-  for (int64_t c = 0; c < dim; c += 16) {
-    float step[16];
-    for (int i = 0; i < 16; ++i) step[i] = table.step[scales[c + i] & 0x7F];
-    for (int64_t r = 0; r < rows; ++r) {
-      uint8_t codes[16];
-      unpack(data + (r * dim + c) / 2, codes);
-      float* to = x + r * dim + c;
-      for (int i = 0; i < 16; ++i) to[i] = e2m1_value(codes[i]) * step[i] + middles[c + i];
-    }
+  for (int64_t c = 0; c < dim; c += 8) {
+    float steps[8];
+    for (int i = 0; i < 8; ++i) steps[i] = table.step[scales[c + i] & 0x7F];
+    const F8 step = load8(steps), middle = load8(middles + c);
+    for (int64_t r = 0; r < rows; ++r) store8(x + r * dim + c, values8(data + (r * dim + c) / 2) * step + middle);
   }
+}
+
+// The e4m3 value nearest to a magnitude.
+KVTIER_INLINE F8 round_eight(F8 x) {
+  const F8 t = smaller(x, all(448.0f));
+  const F8 small = (t + all(16384.0f)) - all(16384.0f);
+  const W8 normal = (W8(t) + all(0x7FFFFu) + (W8(t) >> 20 & all(1u))) & all(0xFFF00000u);
+  return t < all(0.015625f) ? small : F8(normal);
 }
 
 inline bool encode_eight(const float* x, int64_t dim, uint8_t* data) {
@@ -329,8 +357,8 @@ inline bool encode_eight(const float* x, int64_t dim, uint8_t* data) {
   for (int64_t i = 0; i < dim; ++i) {
     const uint32_t magnitude = to_bits(x[i]) & ~kFloatSign;
     most = magnitude > most ? magnitude : most;
-    data[i] = eight_bits(x[i]);
   }
+  for (int64_t i = 0; i < dim; ++i) data[i] = eight_bits(x[i]);
   return most > 0x43E80000u;  // 464
 }
 
@@ -339,23 +367,25 @@ bool encode_fp8(const float* x, int64_t dim, uint8_t* data) { return encode_eigh
 bool encode_fp8_mean(const float* x, const float* mean, int64_t dim, uint8_t* data, bool* centred) {
   float error = 0.0f, off_error = 0.0f;
   for (int64_t at = 0; at < dim; at += 16) {
-    float rest[16], off_rest[16];
-    for (int i = 0; i < 16; ++i) {
-      const float d = x[at + i] - mean[at + i];
-      rest[i] = x[at + i] - eight_value(eight_bits(x[at + i]));
-      off_rest[i] = d - eight_value(eight_bits(d));
+    F8 rest[2], off_rest[2];
+    for (int i = 0; i < 2; ++i) {
+      const F8 value = load8(x + at + 8 * i), d = value - load8(mean + at + 8 * i);
+      // The sign of what is left does not matter for its square.
+      rest[i] = magnitude(value) - round_eight(magnitude(value));
+      off_rest[i] = magnitude(d) - round_eight(magnitude(d));
     }
-    error += squares16(rest);
-    off_error += squares16(off_rest);
+    error += squares16(rest[0], rest[1]);
+    off_error += squares16(off_rest[0], off_rest[1]);
   }
   *centred = off_error < error;
   if (!*centred) return encode_eight(x, dim, data);
   uint32_t most = 0;
   for (int64_t i = 0; i < dim; ++i) {
-    const float d = x[i] - mean[i];
-    const uint32_t magnitude = to_bits(d) & ~kFloatSign;
+    const uint32_t magnitude = to_bits(x[i] - mean[i]) & ~kFloatSign;
     most = magnitude > most ? magnitude : most;
-    const uint8_t code = eight_bits(d);
+  }
+  for (int64_t i = 0; i < dim; ++i) {
+    const uint8_t code = eight_bits(x[i] - mean[i]);
     data[i] = code == 0x80 ? uint8_t(0) : code;
   }
   return most > 0x43E80000u;
