@@ -126,7 +126,9 @@ def fingerprint_weights(config: Mapping[str, Any], tensors: Iterable[tuple[str, 
     h = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=str).encode())
     for name, shape, dtype, head in sorted(tensors, key=lambda t: t[0]):
         described = json.dumps([name, list(shape), dtype], separators=(",", ":")).encode()
-        h.update(len(described).to_bytes(4, "little") + described + len(head[:4096]).to_bytes(4, "little") + head[:4096])
+        h.update(
+            len(described).to_bytes(4, "little") + described + len(head[:4096]).to_bytes(4, "little") + head[:4096]
+        )
     return h.hexdigest()
 
 

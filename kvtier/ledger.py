@@ -103,7 +103,9 @@ class Ledger(Collector):
 
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._codec_seconds = self._histogram("kvtier_codec_seconds", "Time of one codec call on a batch of pages", "op")
+        self._codec_seconds = self._histogram(
+            "kvtier_codec_seconds", "Time of one codec call on a batch of pages", "op"
+        )
         self._tier_seconds = self._histogram(
             "kvtier_tier_seconds", "Time of one tier call on a batch of pages", "tier", "op"
         )

@@ -6,25 +6,29 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtier.abc.tier import PageMeta, Slot
+from kvtier.abc.tier import PageMeta, Slot, StagingTier
 from kvtier.ledger import MissReason
 
 Pin = tuple[Slot, PageMeta]
+UNPINNED = -1
 
 
 class Lookup:
     """The pages of one request, in prefix order. Made by `TieredStore.lookup`, guarded by the store's lock.
 
-    A page is pinned in the host tier (`pins[i]`), loading (its key is in `loading`), or missing (`misses[i]`).
-    `origins[i]` names the tier it was found in, where that is not the host tier.
+    A page is pinned in the host tier (`pins[i]` is its slot's id), loading (its key is in `loading`), or missing
+    (`misses[i]`). `origins[i]` names the tier it was found in, where that is not the host tier.
     """
 
-    __slots__ = ("asked", "deadline", "held", "keys", "loading", "misses", "origins", "pins", "request_id", "superseded")
+    __slots__ = (
+        "asked", "deadline", "held", "host", "keys", "loading", "misses", "origins", "pins", "request_id", "superseded",
+    )  # fmt: skip
 
-    def __init__(self, request_id: str, deadline_s: float) -> None:
+    def __init__(self, request_id: str, deadline_s: float, host: StagingTier) -> None:
         self.request_id = request_id
+        self.host = host
         self.keys: list[bytes] = []
-        self.pins: list[Pin | None] = []
+        self.pins: list[int] = []
         self.origins: dict[int, str] = {}
         self.loading: dict[bytes, int] = {}
         self.misses: dict[int, MissReason] = {}
@@ -36,7 +40,7 @@ class Lookup:
     @property
     def ready_pages(self) -> int:
         """Length of the prefix that is verified and pinned in host memory."""
-        return next((i for i, pin in enumerate(self.pins) if pin is None), len(self.pins))
+        return self.pins.index(UNPINNED) if UNPINNED in self.pins else len(self.pins)
 
     @property
     def pending(self) -> bool:
@@ -47,54 +51,54 @@ class Lookup:
         return ready < len(self.keys) and self.keys[ready] in self.loading and time.monotonic() < self.deadline
 
     def ready_slots(self, pages: int) -> list[Pin]:
-        """The pins of the first `pages` pages, which must be ready."""
-        pins = [pin for pin in self.pins[:pages] if pin is not None]
-        if len(pins) != pages:
+        """Where the first `pages` pages lie, which must be ready."""
+        pins = self.pins[:pages]
+        if len(pins) != pages or UNPINNED in pins:
             raise ValueError(f"{pages} pages asked of request {self.request_id!r}, {self.ready_pages} are ready")
-        return pins
+        return self.host.pinned_many(pins)
 
-    def restored_from(self, host: str, pages: int) -> dict[str, int]:
+    def restored_from(self, pages: int) -> dict[str, int]:
         """Pages of the first `pages` by the tier they were found in."""
-        return dict(Counter(self.origins.get(i, host) for i in range(pages)))
+        below = Counter(tier for i, tier in self.origins.items() if i < pages)
+        return {tier: n for tier, n in {self.host.name: pages - below.total(), **below}.items() if n}
 
-    def tally(self, host: str) -> tuple[Counter[str], Counter[MissReason]]:
+    def tally(self) -> tuple[dict[str, int], Counter[MissReason]]:
         """Hits by tier and misses by reason: every page that was ever asked for, exactly once."""
-        hits: Counter[str] = Counter()
-        misses = Counter(self.superseded.values())
         ready = self.ready_pages
-        for i, (key, pin) in enumerate(zip(self.keys, self.pins, strict=True)):
-            if i < ready:
-                hits[self.origins.get(i, host)] += 1
-            elif pin is not None:
+        misses = Counter(self.superseded.values())
+        for i in range(ready, len(self.keys)):
+            if self.pins[i] != UNPINNED:
                 misses[MissReason.AFTER_GAP] += 1
-            elif key in self.loading:
+            elif self.keys[i] in self.loading:
                 misses[MissReason.DEADLINE] += 1
             else:
                 misses[self.misses[i]] += 1
-        return hits, misses
+        return self.restored_from(ready), misses
 
-    def use(self, pages: int) -> list[Slot]:
+    def use(self, pages: int) -> list[int]:
         """The request starts with its first `pages` pages, which must be ready: the rest become misses for good.
         Returns the pins of the rest, for release."""
         ready = self.ready_pages
         released = []
         for i in range(pages, len(self.keys)):
-            pin, self.pins[i] = self.pins[i], None
-            if pin is not None:
-                released.append(pin[0])
+            pin, self.pins[i] = self.pins[i], UNPINNED
+            if pin != UNPINNED:
+                released.append(pin)
             if i not in self.misses:
                 waited_for = i < ready or self.keys[i] in self.loading
                 self.misses[i] = MissReason.DEADLINE if waited_for else MissReason.AFTER_GAP
         self.loading = {}
         return released
 
-    def replace(self, keys: Sequence[bytes]) -> list[Slot]:
+    def replace(self, keys: Sequence[bytes]) -> list[int]:
         """Ask for `keys` instead. Pages asked before and not now are counted as superseded, and their pins returned for
         release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
         old = {key: i for i, key in enumerate(self.keys)}
         pins, origins, misses, loading = self.pins, self.origins, self.misses, self.loading
         self.keys = list(keys)
-        self.pins, self.origins, self.misses, self.loading = [None] * len(keys), {}, {}, {}
+        self.pins, self.origins, self.misses, self.loading = [UNPINNED] * len(keys), {}, {}, {}
+        if not old and not self.superseded:
+            return []
         for i, key in enumerate(self.keys):
             j = old.pop(key, -1)
             if j < 0:
@@ -110,21 +114,26 @@ class Lookup:
         released = []
         for key, j in old.items():
             self.superseded[key] = misses.get(j, MissReason.SUPERSEDED)
-            pin = pins[j]
-            if pin is not None:
-                released.append(pin[0])
+            if pins[j] != UNPINNED:
+                released.append(pins[j])
         return released
 
     def unknown(self) -> list[int]:
         """Indices of pages that were not classified yet."""
         return [
             i
-            for i, (key, pin) in enumerate(zip(self.keys, self.pins, strict=True))
-            if pin is None and i not in self.misses and key not in self.loading
+            for i, pin in enumerate(self.pins)
+            if pin == UNPINNED and i not in self.misses and self.keys[i] not in self.loading
         ]
 
-    def fail(self, index: int, reason: MissReason) -> Slot | None:
-        """Turn page `index` into a miss; returns the pin to release."""
-        pin, self.pins[index] = self.pins[index], None
+    def release(self) -> list[int]:
+        """Give up every pin; returns them."""
+        pins = [pin for pin in self.pins if pin != UNPINNED] if UNPINNED in self.pins else self.pins
+        self.pins = [UNPINNED] * len(self.keys)
+        return pins
+
+    def fail(self, index: int, reason: MissReason) -> list[int]:
+        """Turn page `index` into a miss; returns the pin to release, if there was one."""
+        pin, self.pins[index] = self.pins[index], UNPINNED
         self.misses[index] = reason
-        return None if pin is None else pin[0]
+        return [] if pin == UNPINNED else [pin]

@@ -104,7 +104,9 @@ class PageMover:
         if namespace.spec != spec.fingerprint.hex():
             raise SpecError("the namespace was made for another page geometry; build it from this PageSpec")
         if namespace.codec != policy_of(codec).encoded():
-            raise SpecError(f"the namespace was made for codec policy {namespace.codec}, not {policy_of(codec).encoded()}")
+            raise SpecError(
+                f"the namespace was made for codec policy {namespace.codec}, not {policy_of(codec).encoded()}"
+            )
         self.store = store
         self.spec = spec
         self.namespace = namespace
@@ -167,7 +169,9 @@ class PageMover:
             fresh = [i for i, known in enumerate(below) if not known]
             outcomes[OffloadOutcome.EXISTS] += len(keys) - len(fresh)
             for at in range(0, len(fresh), _BATCH_PAGES):
-                outcomes += self._encode(self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES])
+                outcomes += self._encode(
+                    self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES]
+                )
         except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
             self._worker_error("offload", error)
         finally:
@@ -192,7 +196,9 @@ class PageMover:
             answers = self.store.reserve([keys[i] for i in pages], [layout.cold_page_bytes] * len(pages), wait_s)
             slots = {i: a for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)}
             refused = self._fill(codec, layout, pool, keys, origins, ids, valid, slots)
-            outcomes[OffloadOutcome.STORED_RAW if codec is self._raw else OffloadOutcome.STORED] += len(slots) - len(refused)
+            outcomes[OffloadOutcome.STORED_RAW if codec is self._raw else OffloadOutcome.STORED] += len(slots) - len(
+                refused
+            )
             if refused:
                 outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, refused)
             again = []
@@ -236,9 +242,7 @@ class PageMover:
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
             metas = [
-                PageMeta(
-                    layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self._fingerprint, origins[i]
-                )
+                PageMeta(layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self._fingerprint, origins[i])
                 for i in good
             ]
             if refused:
@@ -317,7 +321,11 @@ class PageMover:
             np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
         )
         self._ledger.time_codec("verify", time.perf_counter() - start)
-        return [i for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True)) if not ok or meta.spec != self._fingerprint]
+        return [
+            i
+            for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True))
+            if not ok or meta.spec != self._fingerprint
+        ]
 
     def _decode(
         self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None

@@ -29,7 +29,7 @@ from kvtier.abc.tier import (
 )
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.ledger import Ledger, MissReason
-from kvtier.lookup import Lookup
+from kvtier.lookup import UNPINNED, Lookup
 from kvtier.workers import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class TieredStore:
         self._asker = WorkerPool(
             "kvtier-shared", promote_threads if self._shared else 0, partial(self._worker_error, "promote")
         )
-        self._spillers = {t.name: WorkerPool(f"kvtier-spill-{t.name}", 1, partial(self._worker_error, "spill")) for t in lower}
+        self._spillers = {
+            t.name: WorkerPool(f"kvtier-spill-{t.name}", 1, partial(self._worker_error, "spill")) for t in lower
+        }
         for tier in (host, *lower):
             self.ledger.watch(tier.name, tier.usage)
             tier.set_removal_listener(self._removed)
@@ -131,11 +133,11 @@ class TieredStore:
             return
         self.host.commit_many(keys, slots, metas)
         for tier in self.lower:
-            pins = zip(keys, self.host.pin_many(keys), strict=True)
-            items = [(key, pin[1], pin[0]) for key, pin in pins if pin is not None]
-            if not self._spillers[tier.name].submit(partial(self._spill, tier, items)):
-                self._unpin([slot for _, _, slot in items])
-        self._unpin(slots)
+            pins = self.host.pin_many(keys)
+            here = [(key, pin) for key, pin in zip(keys, pins, strict=True) if pin != UNPINNED]
+            if not self._spillers[tier.name].submit(partial(self._spill, tier, here)):
+                self._unpin([pin for _, pin in here])
+        self._unpin([slot.id for slot in slots])
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back; nothing becomes visible."""
@@ -153,22 +155,27 @@ class TieredStore:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every committed page was offered to every lower tier; False on timeout."""
-        return all([spiller.drain(timeout_s) for spiller in self._spillers.values()])
+        return all(spiller.drain(timeout_s) for spiller in self._spillers.values())
 
-    def _spill(self, tier: Tier, items: list[tuple[bytes, PageMeta, Slot]]) -> None:
+    def _spill(self, tier: Tier, pages: list[tuple[bytes, int]]) -> None:
+        pins = [pin for _, pin in pages]
         try:
             # What was deleted while it waited here need not be written.
-            there = self.host.contains_many([key for key, _, _ in items])
-            left = [item for item, has in zip(items, there, strict=True) if has]
+            there = self.host.contains_many([key for key, _ in pages])
+            left = [
+                (key, page)
+                for (key, _), page, has in zip(pages, self.host.pinned_many(pins), there, strict=True)
+                if has
+            ]
             if not left:
                 return
-            puts = [PutItem(key, meta, self.host.view(slot)[: meta.nbytes], padded=True) for key, meta, slot in left]
+            puts = [PutItem(key, meta, self.host.view(slot)[: meta.nbytes], padded=True) for key, (slot, meta) in left]
             start = time.perf_counter()
             statuses = tier.put_many(puts)
             self.ledger.time_tier(tier.name, "put", time.perf_counter() - start)
             self.ledger.spilled(tier.name, statuses)
         finally:
-            self._unpin([slot for _, _, slot in items])
+            self._unpin(pins)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +190,7 @@ class TieredStore:
             self._check_open()
             lookup = self._lookups.get(request_id)
             if lookup is None:
-                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s)
+                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s, self.host)
             else:
                 self.ledger.polled()
                 lookup.asked = time.monotonic()
@@ -216,10 +223,9 @@ class TieredStore:
     def fail(self, lookup: Lookup, index: int, reason: MissReason = MissReason.CORRUPT) -> None:
         """Page `index` turned out bad while it was loaded: it becomes a miss and leaves the host tier."""
         with self._lock:
-            slot = lookup.fail(index, reason)
+            released = lookup.fail(index, reason)
             self.host.delete_many([lookup.keys[index]], Removal.QUARANTINED)
-            if slot is not None:
-                self._unpin([slot])
+            self._unpin(released)
 
     def settle(self, request_id: str) -> None:
         """The request started and its loads ended, or it was dropped: count its pages, release its pins. Idempotent."""
@@ -227,13 +233,12 @@ class TieredStore:
             lookup = self._lookups.pop(request_id, None)
             if lookup is None:
                 return
-            hits, misses = lookup.tally(self.host.name)
+            hits, misses = lookup.tally()
             self._stop_waiting(lookup)
             lookup.loading = {}
-            slots = [pin[0] for pin in lookup.pins if pin is not None]
-            lookup.pins = [None] * len(lookup.keys)
+            released = lookup.release()
             self.ledger.settle(hits, misses)
-        self._unpin(slots)
+        self._unpin(released)
 
     def _stop_waiting(self, lookup: Lookup) -> None:
         """Promotions under way go on without `lookup`. Call with the lock held."""
@@ -249,26 +254,34 @@ class TieredStore:
 
     def _classify(self, lookup: Lookup) -> None:
         unknown = lookup.unknown()
-        for i, pin in zip(unknown, self.host.pin_many([lookup.keys[i] for i in unknown]), strict=True):
-            lookup.pins[i] = pin
-        below = self._find_below([(i, lookup.keys[i]) for i in unknown if lookup.pins[i] is None])
+        pins = self.host.pin_many([lookup.keys[i] for i in unknown])
+        if len(unknown) == len(lookup.keys):
+            lookup.pins = pins
+        else:
+            for i, pin in zip(unknown, pins, strict=True):
+                lookup.pins[i] = pin
+        if UNPINNED not in pins:
+            return
+        absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
+        below = self._find_below([(i, lookup.keys[i]) for i in absent])
         # What only a shared tier can have is asked for by a worker, and counts as on its way until that knows.
-        maybe = {i for i in unknown if self._shared and lookup.pins[i] is None and i not in below}
+        maybe = {i for i in absent if i not in below} if self._shared else set()
         reach = next(
-            (i for i, key in enumerate(lookup.keys)
-             if lookup.pins[i] is None and i not in below and i not in maybe and key not in lookup.loading),
+            (
+                i
+                for i, pin in enumerate(lookup.pins)
+                if pin == UNPINNED and i not in below and i not in maybe and lookup.keys[i] not in lookup.loading
+            ),
             len(lookup.keys),
-        )  # fmt: skip
+        )
         promote: dict[str, list[bytes]] = {}
         ask: list[bytes] = []
         released = []
         for i in unknown:
             key = lookup.keys[i]
-            if i > reach and (lookup.pins[i] is not None or i in below):
-                slot = lookup.fail(i, MissReason.AFTER_GAP)
-                if slot is not None:
-                    released.append(slot)
-            elif lookup.pins[i] is not None:
+            if i > reach and (lookup.pins[i] != UNPINNED or i in below):
+                released += lookup.fail(i, MissReason.AFTER_GAP)
+            elif lookup.pins[i] != UNPINNED:
                 continue
             elif i in below or i in maybe:
                 if i in below:
@@ -396,10 +409,12 @@ class TieredStore:
             if aborted:
                 self.abort([k for k, _ in aborted], [s for _, s in aborted])
         if committed:
-            self.host.commit_many([k for k, _, _ in committed], [s for _, s, _ in committed], [m for _, _, m in committed])
+            self.host.commit_many(
+                [k for k, _, _ in committed], [s for _, s, _ in committed], [m for _, _, m in committed]
+            )
             outcome.update({key: None for key, _, _ in committed})
             self._hand_over(tier.name, [key for key, _, _ in committed])
-            self._unpin([slot for _, slot, _ in committed])
+            self._unpin([slot.id for _, slot, _ in committed])
         return outcome
 
     def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
@@ -412,7 +427,7 @@ class TieredStore:
                         continue  # it asks for other pages by now
                     (lookup.pins[i],) = self.host.pin_many([key])
                     lookup.origins[i] = name
-                    if lookup.pins[i] is None:
+                    if lookup.pins[i] == UNPINNED:
                         lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
             self._changed.notify_all()
 
@@ -426,7 +441,7 @@ class TieredStore:
                         continue  # it asks for other pages by now
                     if reason is None:
                         (lookup.pins[i],) = self.host.pin_many([key])
-                    if lookup.pins[i] is None:
+                    if lookup.pins[i] == UNPINNED:
                         lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
             self._changed.notify_all()
 
@@ -473,9 +488,9 @@ class TieredStore:
         """The slot's first `nbytes` rounded up to the next 4 KiB, which the arena always has."""
         return self.host.arena.data[slot.offset : slot.offset + -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN]
 
-    def _unpin(self, slots: Sequence[Slot]) -> None:
-        if slots:
-            self.host.unpin_many(slots)
+    def _unpin(self, pins: Sequence[int]) -> None:
+        if pins:
+            self.host.unpin_many(pins)
             self._notify_room()
 
     def _notify_room(self) -> None:

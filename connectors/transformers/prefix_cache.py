@@ -114,7 +114,7 @@ class PrefixCache:
                 if self._load(lookup, arrays, pages):
                     break
                 pages = lookup.ready_pages
-            by_tier = lookup.restored_from(self.store.host.name, pages)
+            by_tier = lookup.restored_from(pages)
         finally:
             self.store.settle(request_id)
         return Restored(

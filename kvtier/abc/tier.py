@@ -137,8 +137,8 @@ class Tier(ABC):
         self, keys: Sequence[bytes], outs: Sequence[memoryview], deadline_s: float | None = None
     ) -> list[GetResult]:
         """Read pages into `outs` and verify them; blocks. `outs[i]` is writable and at least
-        ``length_many([keys[i]])[0]`` long; what lies behind the record may be overwritten up to the buffer's end. A page that fails verification is deleted, and
-        CORRUPT. Reading a page refreshes its recency."""
+        ``length_many([keys[i]])[0]`` long; what lies behind the record may be overwritten up to the buffer's end. A
+        page that fails verification is deleted, and CORRUPT. Reading a page refreshes its recency."""
 
     @abstractmethod
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
@@ -200,11 +200,17 @@ class StagingTier(Tier):
         """Give reserved slots back unpublished."""
 
     @abstractmethod
-    def pin_many(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
-        """Pin the committed page under each key (None where absent) and refresh its recency. Counts nest."""
+    def pin_many(self, keys: Sequence[bytes]) -> list[int]:
+        """Pin the committed page under each key and refresh its recency. The ids of their slots, -1 where absent.
+        Counts nest. Fast: an engine's own thread calls it with thousands of keys; `pinned_many` tells the rest."""
 
     @abstractmethod
-    def unpin_many(self, slots: Sequence[Slot]) -> None: ...
+    def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:
+        """Where the pages in pinned slots lie, and what they are."""
+
+    @abstractmethod
+    def unpin_many(self, ids: Sequence[int]) -> None:
+        """Let go of slots by their ids, one count each."""
 
     def view(self, slot: Slot) -> memoryview:
         """The slot's bytes, `slot.nbytes` long, writable. Valid while the slot is reserved or pinned."""

@@ -128,7 +128,7 @@ def _lookup(index_pages: int) -> Row:
             keys = namespace.page_keys(hashes[at : at + 4096])
             slots = [s for s in host.reserve_many(keys, [SLOT_ALIGN] * len(keys)) if isinstance(s, Slot)]
             host.commit_many(keys, slots, [meta] * len(keys))
-            host.unpin_many(slots)
+            host.unpin_many([slot.id for slot in slots])
         times = []
         step = max(1, index_pages // (ROUNDS + 1))
         for number in range(ROUNDS):

@@ -438,7 +438,7 @@ class StagingTierTests(TierTests):
         key = key_of(1)
         (slot,) = tier.reserve_many([key], [PAGE_BYTES])
         assert isinstance(slot, Slot)
-        assert not tier.contains_many([key])[0] and tier.pin_many([key]) == [None]
+        assert not tier.contains_many([key])[0] and tier.pin_many([key]) == [-1]
         assert get(tier, key)[0].status is GetStatus.ABSENT
         assert tier.delete_many([key]) == 0
         assert tier.reserve_many([key], [PAGE_BYTES]) == [PutStatus.EXISTS]
@@ -447,7 +447,7 @@ class StagingTierTests(TierTests):
         item = item_of(key, PAGE_BYTES)
         tier.view(slot)[:] = item.data
         tier.commit_many([key], [slot], [item.meta])
-        tier.unpin_many([slot])
+        tier.unpin_many([slot.id])
         assert get(tier, key)[0] == GetResult(GetStatus.HIT, item.meta)
 
     def test_an_aborted_page_leaves_nothing(self, tier: StagingTier) -> None:
@@ -463,11 +463,12 @@ class StagingTierTests(TierTests):
         assert isinstance(slot, Slot)
         tier.view(slot)[:5000] = item.data
         tier.commit_many([item.key], [slot], [item.meta])
-        tier.unpin_many([slot])
+        tier.unpin_many([slot.id])
         assert tier.length_many([item.key]) == [5000]
-        (page,) = tier.pin_many([item.key])
-        assert page is not None and page[0].nbytes == 5000 and belongs(item.key, tier.view(page[0]))
-        tier.unpin_many([page[0]])
+        pins = tier.pin_many([item.key])
+        ((page, _),) = tier.pinned_many(pins)
+        assert page.nbytes == 5000 and belongs(item.key, tier.view(page))
+        tier.unpin_many(pins)
 
     def test_committing_longer_than_reserved_is_refused(self, tier: StagingTier) -> None:
         (slot,) = tier.reserve_many([key_of(1)], [100])
@@ -478,26 +479,27 @@ class StagingTierTests(TierTests):
 
     def test_a_pinned_page_gives_its_bytes_and_description(self, tier: StagingTier) -> None:
         put(tier, [1, 2])
-        pages = tier.pin_many([key_of(2), key_of(9), key_of(1), key_of(2)])
-        assert pages[1] is None
-        for number, page in ((2, pages[0]), (1, pages[2]), (2, pages[3])):
-            assert page is not None and page[1] == item_of(key_of(number), PAGE_BYTES).meta
-            assert belongs(key_of(number), tier.view(page[0]))
-        tier.unpin_many([page[0] for page in pages if page])
+        pins = tier.pin_many([key_of(2), key_of(9), key_of(1), key_of(2)])
+        assert [pin < 0 for pin in pins] == [False, True, False, False] and pins[0] == pins[3]
+        del pins[1]
+        for number, (slot, meta) in zip((2, 1, 2), tier.pinned_many(pins), strict=True):
+            assert meta == item_of(key_of(number), PAGE_BYTES).meta
+            assert belongs(key_of(number), tier.view(slot))
+        tier.unpin_many(pins)
 
     def test_pinned_pages_stay_whatever_comes(self, tier: StagingTier) -> None:
         fits = CAPACITY_BYTES // PAGE_BYTES
         put(tier, range(fits))
-        pinned = tier.pin_many([key_of(0), key_of(1), key_of(1)])
-        slots = [page[0] for page in pinned if page]
+        pins = tier.pin_many([key_of(0), key_of(1), key_of(1)])
+        slots = [slot for slot, _ in tier.pinned_many(pins)]
         put(tier, range(1000, 1000 + 2 * fits))
         put(tier, range(2000, 2000 + 4 * fits), 8 * KIB)
         assert resident(tier, [0, 1, 2]) == [0, 1]
         assert all(belongs(key_of(n), tier.view(slot)) for n, slot in zip((0, 1, 1), slots, strict=True))
-        tier.unpin_many(slots[:2])  # key 1 is still pinned once
+        tier.unpin_many(pins[:2])  # key 1 is still pinned once
         put(tier, range(3000, 3000 + 4 * fits), 8 * KIB)
         assert resident(tier, [0, 1]) == [1]
-        tier.unpin_many(slots[2:])
+        tier.unpin_many(pins[2:])
         put(tier, range(4000, 4000 + 6 * fits), 8 * KIB)
         assert resident(tier, [0, 1]) == []
         check_counters(tier)
@@ -508,51 +510,49 @@ class StagingTierTests(TierTests):
         assert put(tier, [1000, 1001]) == [PutStatus.FULL] * 2
         assert tier.reserve_many([key_of(1000)], [400 * KIB]) == [PutStatus.FULL]
         assert tier.usage().evicted_pages == 0
-        tier.unpin_many(slots[:1])
+        tier.unpin_many([slots[0].id])
         assert put(tier, [1000, 1001]) == [PutStatus.STORED] * 2
-        tier.unpin_many(slots[1:])
+        tier.unpin_many([slot.id for slot in slots[1:]])
 
     def test_a_writer_holds_its_page_until_it_lets_go(self, tier: StagingTier) -> None:
         (slot,) = self.fill(tier, [1])
         put(tier, range(100, 100 + 2 * (CAPACITY_BYTES // PAGE_BYTES)))
         assert resident(tier, [1]) == [1]
-        tier.unpin_many([slot])
+        tier.unpin_many([slot.id])
         put(tier, range(300, 300 + 2 * (CAPACITY_BYTES // PAGE_BYTES)))
         assert resident(tier, [1]) == []
 
     def test_a_deleted_page_keeps_its_slot_while_pinned(self, tier: StagingTier) -> None:
         put(tier, [1])
         used = tier.usage().used_bytes
-        (page,) = tier.pin_many([key_of(1)])
-        assert page is not None
+        pins = tier.pin_many([key_of(1)])
+        ((page, _),) = tier.pinned_many(pins)
         assert tier.delete_many([key_of(1)]) == 1
-        assert not tier.contains_many([key_of(1)])[0] and tier.pin_many([key_of(1)]) == [None]
+        assert not tier.contains_many([key_of(1)])[0] and tier.pin_many([key_of(1)]) == [-1]
         assert tier.usage().used_bytes == used and tier.usage().resident_pages == 0
         put(tier, range(100, 100 + 2 * (CAPACITY_BYTES // PAGE_BYTES)))
-        assert belongs(key_of(1), tier.view(page[0]))
+        assert belongs(key_of(1), tier.view(page))
         assert put(tier, [1]) == [PutStatus.STORED]
-        tier.unpin_many([page[0]])
+        tier.unpin_many(pins)
         check_counters(tier)
         assert belongs(key_of(1), get(tier, key_of(1))[1])
 
     def test_pinning_refreshes(self, tier: StagingTier) -> None:
         fits = CAPACITY_BYTES // PAGE_BYTES
         put(tier, range(fits))
-        for page in tier.pin_many([key_of(0)]):
-            assert page is not None
-            tier.unpin_many([page[0]])
+        tier.unpin_many(tier.pin_many([key_of(0)]))
         put(tier, [1000])
         assert resident(tier, [0, 1]) == [0]
 
     def test_letting_go_too_often_is_refused(self, tier: StagingTier) -> None:
         (slot,) = self.fill(tier, [1])
-        tier.unpin_many([slot])
+        tier.unpin_many([slot.id])
         with pytest.raises(ValueError, match="not pinned"):
-            tier.unpin_many([slot])
+            tier.unpin_many([slot.id])
         with pytest.raises(ValueError, match="not reserved"):
             tier.abort_many([key_of(1)], [slot])
 
     def test_pins_may_be_let_go_after_closing(self, tier: StagingTier) -> None:
         (slot,) = self.fill(tier, [1])
         tier.close()
-        tier.unpin_many([slot])
+        tier.unpin_many([slot.id])

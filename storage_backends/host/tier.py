@@ -92,13 +92,17 @@ class HostTier(StagingTier):
             for slot in slots:
                 self._table.abort(slot.id)
 
-    def pin_many(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
+    def pin_many(self, keys: Sequence[bytes]) -> list[int]:
         with self._gate, self._lock:
             return self._table.pin(keys)
 
-    def unpin_many(self, slots: Sequence[Slot]) -> None:
+    def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:
         with self._lock:
-            self._table.unpin([slot.id for slot in slots])
+            return self._table.describe(ids)
+
+    def unpin_many(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            self._table.unpin(ids)
 
     # ---- tier
 
@@ -187,11 +191,13 @@ class HostTier(StagingTier):
         except BaseException:
             self.abort_many([item.key for item, _ in taken], slots)
             raise
-        self.unpin_many(slots)
+        self.unpin_many([slot.id for slot in slots])
         return [PutStatus.STORED if isinstance(answer, Slot) else answer for answer in answers]
 
     def _get(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[GetResult]:
-        pages = self.pin_many(keys)
+        with self._gate, self._lock:
+            found = self._table.pin(keys)
+            pages = self._table.pages(found)
         results, hit_bytes = [], 0
         try:
             for key, page, out in zip(keys, pages, outs, strict=True):
@@ -202,7 +208,7 @@ class HostTier(StagingTier):
                 results.append(GetResult(status, page[1] if status is GetStatus.HIT else None))
                 hit_bytes += page[1].nbytes if status is GetStatus.HIT else 0
         except BaseException:
-            self.unpin_many([page[0] for page in pages if page is not None])
+            self.unpin_many([row for row in found if row >= 0])
             raise
 
         def settle() -> None:

@@ -147,7 +147,7 @@ class NvmeTier(Tier):
         results = [GetResult(GetStatus.ABSENT)] * len(keys)
         with self._gate:
             with self._lock:
-                pages = self._table.pin(keys)
+                pages = self._table.pages(self._table.pin(keys))
             wanted = [i for i, page in enumerate(pages) if page is not None]
             try:
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.abc.tier import (
     CHECKSUM_BYTES,
@@ -31,6 +32,7 @@ from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Ro
 
 _ORIGIN_MAX_BYTES = 255
 _VICTIMS_MIN = 64
+_MANY = 32  # rows from which whole columns are faster than one row after the other
 _VICTIMS_MAX = 16_384
 _VICTIMS_SHARE = 16
 
@@ -145,24 +147,32 @@ class SlotTable:
         get, nbytes = self._live.get, self._rows.nbytes
         return [-1 if (row := get(key, -1)) < 0 else nbytes[row] for key in keys]
 
-    def pin(self, keys: Sequence[bytes]) -> list[tuple[Slot, PageMeta] | None]:
-        """Pin published pages and make them the most recently used, in the order of `keys`."""
+    def pin(self, keys: Sequence[bytes]) -> list[int]:
+        """Pin published pages and make them the most recently used, in the order of `keys`. Their rows, -1 where
+        absent."""
         found = self.find(keys)
         present = np.array([row for row in found if row >= 0] if -1 in found else found, np.int64)
-        if not len(present):
-            return [None] * len(keys)
-        np.add.at(self._rows.pins, present, 1)
-        self._rows.stamps[present] = np.arange(self._clock + 1, self._clock + 1 + len(present))
-        self._clock += len(present)
-        pages: Iterator[tuple[Slot, PageMeta]] = iter(self._describe(present))
-        if len(present) == len(keys):
-            return list(pages)
-        return [None if row < 0 else next(pages) for row in found]
+        if len(present):
+            np.add.at(self._rows.pins, present, 1)
+            self._rows.stamps[present] = np.arange(self._clock + 1, self._clock + 1 + len(present))
+            self._clock += len(present)
+        return found
+
+    def pages(self, found: Sequence[int]) -> list[tuple[Slot, PageMeta] | None]:
+        """What lies in pinned rows; None for -1."""
+        described = iter(self.describe([row for row in found if row >= 0]))
+        return [None if row < 0 else next(described) for row in found]
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Let pinned rows go, one count each. A removed page's slot becomes free with its last pin."""
         pin, state = self._rows.pin, self._rows.state
         self._changes += 1
+        if len(rows) >= _MANY:
+            several = np.array(rows, np.int64)
+            left = self._rows.pins[several] - 1
+            if left.min() >= 0 and not (self._rows.states[several] == DOOMED).any() and len(set(rows)) == len(rows):
+                self._rows.pins[several] = left
+                return
         for row in rows:
             if pin[row] < 1:
                 raise SpecError(f"slot {row} is not pinned")
@@ -182,7 +192,7 @@ class SlotTable:
         states = self._rows.states[: self._rows.count]
         rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
         rows = rows[np.argsort(self._rows.stamps[rows], kind="stable")]
-        return [Entry(self._rows.key(s.id), meta, s.offset) for s, meta in self._describe(rows)]
+        return [Entry(self._rows.key(s.id), meta, s.offset) for s, meta in self.describe(rows)]
 
     # ---- removing
 
@@ -255,13 +265,15 @@ class SlotTable:
 
     # ---- inside
 
-    def _describe(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[Slot, PageMeta]]:
-        # Straight from tuples: named construction would take most of a look-up's time.
+    def describe(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[Slot, PageMeta]]:
+        """What lies in pinned rows, and where."""
+        wanted = np.asarray(rows, np.int64)
+        # Straight from tuples: named construction would take most of the time.
         specs, origin, new = self._specs, self._origins.get, tuple.__new__
         return [
             (new(Slot, (row, at, nbytes)), new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""))))
             for row, (at, nbytes, valid, form, spec, check) in zip(
-                rows.tolist(), self._rows.fixed[rows].tolist(), strict=True
+                wanted.tolist(), self._rows.fixed[wanted].tolist(), strict=True
             )
         ]
 

@@ -194,9 +194,10 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
     with open_cache(model, config) as prefixes:
         cache, _ = store(prefixes, model, ids)
         key = prefixes.mover.namespace.page_keys(prefixes._hashes(ids, len(ids)))[2]
-        ((slot, _meta),) = [pin for pin in prefixes.store.host.pin_many([key]) if pin is not None]
+        pins = prefixes.store.host.pin_many([key])
+        ((slot, _meta),) = prefixes.store.host.pinned_many(pins)
         prefixes.store.host.arena[slot.offset + 1000] ^= 4
-        prefixes.store.host.unpin_many([slot])
+        prefixes.store.host.unpin_many(pins)
         restored = prefixes.restore("r", ids)
         assert restored.tokens == 2 * PAGE
         for got, full in zip(layers(restored.cache), layers(cache), strict=True):

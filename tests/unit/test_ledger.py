@@ -12,7 +12,9 @@ from kvtier.ledger import ERROR_SITES, Direction, Ledger, MissReason, OffloadOut
 
 def exposed(ledger: Ledger) -> dict[str, float]:
     lines = generate_latest(ledger.registry).decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
 
 
 def test_every_series_exists_at_zero() -> None:
@@ -27,7 +29,9 @@ def test_every_series_exists_at_zero() -> None:
     expected += [f'kvtier_spill_pages_total{{status="{s.value}",tier="nvme"}}' for s in PutStatus]
     expected += [f'kvtier_errors_total{{site="{s}"}}' for s in ERROR_SITES]
     expected += [f'kvtier_codec_seconds_count{{op="{op}"}}' for op in ("encode", "decode", "verify")]
-    expected += [f'kvtier_tier_seconds_count{{op="{op}",tier="{t}"}}' for op in ("get", "put") for t in ("host", "nvme")]
+    expected += [
+        f'kvtier_tier_seconds_count{{op="{op}",tier="{t}"}}' for op in ("get", "put") for t in ("host", "nvme")
+    ]
     expected += ['kvtier_tier_evicted_pages_total{tier="host"}', 'kvtier_tier_used_bytes{tier="host"}']
     assert [name for name in expected if series.get(name) != 0] == []
 

@@ -83,7 +83,7 @@ def test_promotion_makes_pages_ready_and_counts_the_tier_they_came_from(store: T
     assert store.wait(lookup) == 3
     for page, (slot, meta) in zip((0, 3, 6), lookup.ready_slots(3), strict=True):
         assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
-    assert lookup.restored_from("host", 3) == {"nvme": 3}
+    assert lookup.restored_from(3) == {"nvme": 3}
     store.settle("r")
     assert ledger(store) == ({"nvme": 3}, {"absent": 1})
     again = store.lookup("r", keys(0, 3, 6))
@@ -141,7 +141,8 @@ def test_a_page_behind_a_gap_is_counted_as_such_and_not_pinned(store: TieredStor
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"), [(GetStatus.FAILED, "tier_down"), (GetStatus.CORRUPT, "corrupt"), (GetStatus.ABSENT, "absent")]
+    ("damage", "reason"),
+    [(GetStatus.FAILED, "tier_down"), (GetStatus.CORRUPT, "corrupt"), (GetStatus.ABSENT, "absent")],
 )
 def test_a_failed_page_in_the_middle_ends_the_prefix(
     store: TieredStore, lower: DictTier, damage: GetStatus, reason: str

@@ -63,7 +63,7 @@ def test_a_page_that_turns_bad_after_the_load_started_fails_the_batch_only(start
     engine.flush()
     req = engine.request("bad", TOKENS)
     arena = engine.linker._store.host.arena
-    slot, _ = engine.linker._asked["bad"].lookup.pins[3]
+    slot, _ = engine.linker._asked["bad"].lookup.ready_slots(4)[3]
     arena[slot.offset + 100] ^= 1
 
     restored = engine.admit(req)
