@@ -40,7 +40,7 @@ def run(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        capacity = max(512 << 20, 4 * _KEYS * max(block_bytes))
+        capacity = max(256 << 20, 4 * _KEYS * max(block_bytes))
         ours = stack.enter_context(_process(folder / "k.sock", _serve_command(folder / "k.sock", capacity)))
         theirs = stack.enter_context(_process(folder / "r.sock", _redis_command(folder, folder / "r.sock")))
         for nbytes in block_bytes:

@@ -24,7 +24,7 @@ from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
 from kvtier.ledger import MissReason
-from kvtier.lookup import Lookup
+from kvtier.lookup import Pin
 from kvtier.store import TieredStore
 
 KEY_MAX_BYTES = 240
@@ -74,9 +74,11 @@ class Reservation:
 
 @dataclass(slots=True)
 class Reading:
-    """A value that is pinned and was verified: valid until `Keyspace.release`."""
+    """A value that is pinned and was verified: valid until `Keyspace.release`. request: of the lookup that pinned it;
+    empty where it was in host memory and pinned there directly."""
 
     view: memoryview
+    slot: Slot
     request: str
 
 
@@ -165,7 +167,8 @@ class Keyspace:
                 kept = True
             else:
                 kept = False
-                # Committed under the lock: of two writers of a key, the one that swaps last has the last word.
+                # Committed under the lock: of two writers of a key, the one that swaps last has the last word; and the
+                # news of an eviction right after it, which wants the lock too, finds the name to take away.
                 self.store.commit([page], [slot], [meta])
                 self._set(name, Entry(database, key, page, slot.nbytes, expires_ms, self._owner(key)))
         if kept:
@@ -173,8 +176,6 @@ class Keyspace:
             return False
         if old is not None:
             self.store.delete([old.page])
-        if not self._resident(page):
-            self._drop(page)  # evicted in the moment before it had a name
         return True
 
     def expire(self, database: int, key: bytes, expires_ms: int) -> bool:
@@ -228,6 +229,9 @@ class Keyspace:
         if entry is None:
             self.store.ledger.settle({}, {MissReason.ABSENT: 1})
             return None
+        (pinned,) = self.store.host.pin_many([entry.page])
+        if pinned >= 0:  # the usual case, without the detour of a lookup, which is for pages that must come first
+            return self._verified(self.store.host.pinned_many([pinned])[0], entry, "")
         request = f"get-{next(self._requests)}"
         lookup = self.store.lookup(request, [entry.page])
         if lookup.pending:
@@ -238,21 +242,30 @@ class Keyspace:
                 self._drop(entry.page)
             return None
         self.store.hold(lookup)
-        return self._verified(lookup, entry, request)
+        return self._verified(lookup.ready_slots(1)[0], entry, request)
 
-    def _verified(self, lookup: Lookup, entry: Entry, request: str) -> Reading | None:
-        ((slot, meta),) = lookup.ready_slots(1)
+    def _verified(self, pin: Pin, entry: Entry, request: str) -> Reading | None:
+        slot, meta = pin
         view = self.store.host.view(slot)[: meta.nbytes]
         if _native.xxh3_128(view, seed_of(entry.page)) == meta.checksum:
-            return Reading(view, request)
-        self.store.fail(lookup, 0)
-        self.store.settle(request)
+            if not request:
+                self.store.ledger.settle({self.store.host.name: 1}, {})
+            return Reading(view, slot, request)
+        self.store.host.delete_many([entry.page], Removal.QUARANTINED)
+        if request:
+            self.store.settle(request)
+        else:
+            self.store.host.unpin_many([slot.id])
+            self.store.ledger.settle({}, {MissReason.CORRUPT: 1})
         self._drop(entry.page)
         self.store.delete([entry.page])
         return None
 
     def release(self, reading: Reading) -> None:
-        self.store.settle(reading.request)
+        if reading.request:
+            self.store.settle(reading.request)
+        else:
+            self.store.host.unpin_many([reading.slot.id])
 
     def find(self, database: int, key: bytes) -> Entry | None:
         """What is known of a value, without reading it."""
