@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-app = typer.Typer(help="Measure codecs, tiers and the store on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure codecs, tiers, the store and the cache server on this machine.", no_args_is_help=True)
 
 _CODEC_DTYPES = ("bf16", "fp16", "fp32")
 
@@ -50,6 +50,12 @@ def tier(
     if directory is not None:
         check_writable("--directory", directory)
     _show("kvtier.cli.bench_tier", "tiers", as_json, {"directory": directory})
+
+
+@app.command()
+def server(as_json: AsJson = False) -> None:
+    """The cache server beside redis-server, and our client beside redis-py: CPU per byte."""
+    _show("kvtier.cli.bench_server", "server", as_json, {})
 
 
 @app.command()

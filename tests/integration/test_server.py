@@ -255,9 +255,9 @@ def test_many_connections_leak_nothing(server: CacheServer) -> None:
 
     before, threads = open_files(), threading.active_count()
     path = str(server.listening[0].path)
-    for _ in range(20):
+    for _ in range(50):
         sockets = []
-        for n in range(50):
+        for n in range(200):
             s = socket.socket(socket.AF_UNIX)
             s.connect(path)
             s.sendall(
@@ -566,6 +566,19 @@ def test_tls(tmp_path: Path) -> None:
     with client_of(server, ssl=True, ssl_ca_certs=cert) as client:
         assert client.get("k499") == b"x" * 499, "a client that does not speak TLS harms nobody"
     server.stop()
+
+
+def test_the_bench_runs_and_tells_all_fields() -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server: apt-get install redis-server")
+    from kvtier.cli.bench_server import run
+
+    rows = run(block_bytes=(100_000,), rounds=1, batch_bytes=4_000_000)
+    assert [(r["tier"], r["op"]) for r in rows] == [
+        ("server", "set"), ("server", "get"), ("client", "set"), ("client", "get"), ("redis", "put"), ("redis", "get"),
+    ]  # fmt: skip
+    fields = ["tier", "op", "block_bytes", "concurrency", "mb_per_s", "cpu_s_per_gb", "baseline", "over_baseline"]
+    assert all(list(r) == fields for r in rows)
 
 
 # ---- as a tier
