@@ -1,4 +1,4 @@
-"""From a configuration block to a running store and codec. Concrete tiers are reached by name, imported when asked for."""
+"""From a configuration block to a running store and codec. Tiers are reached by name and imported when asked for."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def open_store(
     """
     opened: list[Tier] = []
     try:
-        for tier in config.tiers:
-            opened.append(_open_tier(tier, shard, rank, ranks))
+        for tier in config.tiers:  # one by one: what was opened before a failure is closed again
+            opened += [_open_tier(tier, shard, rank, ranks)]
         return TieredStore(
             cast(StagingTier, opened[0]),
             opened[1:],

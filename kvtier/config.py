@@ -148,8 +148,8 @@ class ServerUserConfig(_Block):
 
 
 class ServerConfig(_Block):
-    """``kvtier serve`` (`docs/serve.md`). listen: ``unix:PATH``, ``tcp:HOST:PORT``, ``tls:HOST:PORT``. The default user's
-    password is in `password_file` or in the environment variable KVTIER_SERVER_PASSWORD."""
+    """``kvtier serve`` (`docs/serve.md`). listen: ``unix:PATH``, ``tcp:HOST:PORT``, ``tls:HOST:PORT``. The default
+    user's password is in `password_file` or in the environment variable KVTIER_SERVER_PASSWORD."""
 
     listen: tuple[str, ...] = Field(default=(), strict=False)
     password_file: Annotated[Path | None, Field(strict=False)] = None

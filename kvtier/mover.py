@@ -135,7 +135,7 @@ class PageMover:
         page_ids: Sequence[int] | npt.NDArray[np.int64],
         *,
         valid_tokens: Sequence[int] | None = None,
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], object] | None = None,
     ) -> Ticket[OffloadResult]:
         """Queue pages for storage; returns at once. `page_hashes[i]` is the engine's own hash of pool page
         `page_ids[i]`. A worker calls `ready()` before the first read of the pool. The pages must not change until the
@@ -153,7 +153,7 @@ class PageMover:
         page_hashes: Sequence[bytes],
         page_ids: Sequence[int] | npt.NDArray[np.int64],
         valid_tokens: Sequence[int] | None,
-        ready: Callable[[], None] | None,
+        ready: Callable[[], object] | None,
     ) -> None:
         outcomes: Counter[OffloadOutcome] = Counter()
         try:
@@ -270,10 +270,10 @@ class PageMover:
         skip: int = 0,
         on_layer: Callable[[int], None] | None = None,
     ) -> Ticket[OnboardResult]:
-        """Queue the load of ready pages ``[skip, skip + len(page_ids))`` of `lookup` into pool pages `page_ids`; returns
-        at once. They stay pinned until `TieredStore.settle`. A worker verifies every page, then decodes layer by layer and
-        calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad is quarantined and becomes a
-        miss; nothing of the load may then be used."""
+        """Queue the load of ready pages ``[skip, skip + len(page_ids))`` of `lookup` into pool pages `page_ids`;
+        returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page, then decodes layer
+        by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad is
+        quarantined and becomes a miss; nothing of the load may then be used."""
         pins = lookup.ready_slots(skip + len(page_ids))[skip:]
         self.store.hold(lookup)
         ticket: Ticket[OnboardResult] = Ticket()

@@ -52,12 +52,16 @@ class WorkerPool:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job()
-            except Exception as error:  # noqa: BLE001 - a worker outlives its jobs; the owner counts the error
-                self._on_error(error)
+                self._attempt(job)
             finally:
                 del job
                 with self._idle:
                     self._unfinished -= 1
                     if self._unfinished == 0:
                         self._idle.notify_all()
+
+    def _attempt(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - a worker outlives its jobs; the owner counts the error
+            self._on_error(error)

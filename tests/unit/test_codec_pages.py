@@ -140,7 +140,7 @@ def test_fp32_pages_are_bf16_pages_rounded_to_nearest_even(isa: str) -> None:
         )[0]
         for dtype, a in ((DType.FP32, wide), (DType.BF16, rounded))
     ]
-    np.testing.assert_array_equal(*pages)
+    np.testing.assert_array_equal(pages[0], pages[1])
 
 
 def test_lossless_buffers_lie_behind_the_scales() -> None:

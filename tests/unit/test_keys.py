@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -26,7 +27,7 @@ HASHES = [bytes(32), bytes(range(32)), b"any length will do", b""]
 
 
 def vectors() -> dict[str, object]:
-    """What the golden file freezes. Regenerate with ``python tests/unit/test_keys.py`` only with a new FORMAT_VERSION."""
+    """What the golden file freezes. ``python tests/unit/test_keys.py`` writes it: only with a new FORMAT_VERSION."""
     return {
         "spec_fingerprint": SPEC.fingerprint.hex(),
         "encoded": NAMESPACE.encoded().hex(),
@@ -59,14 +60,16 @@ def test_keys_are_equal_in_every_process() -> None:
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Namespace)])
 def test_every_field_separates(field: str) -> None:
-    other = replace(NAMESPACE, **{field: 65 if field == "page_tokens" else getattr(NAMESPACE, field) + "x"})
+    changed: Any = 65 if field == "page_tokens" else getattr(NAMESPACE, field) + "x"
+    other = replace(NAMESPACE, **{field: changed})
     assert set(NAMESPACE.page_keys(HASHES)).isdisjoint(other.page_keys(HASHES))
 
 
 @given(st.lists(st.text(max_size=6), min_size=4, max_size=4), st.lists(st.text(max_size=6), min_size=4, max_size=4))
 def test_encoding_is_injective(a: list[str], b: list[str]) -> None:
     names = ("model", "generation", "lora", "salt")
-    one, two = (replace(NAMESPACE, **dict(zip(names, values, strict=True))) for values in (a, b))
+    changes: list[dict[str, Any]] = [dict(zip(names, values, strict=True)) for values in (a, b)]
+    one, two = (replace(NAMESPACE, **change) for change in changes)
     assert (one.encoded() == two.encoded()) == (a == b)
 
 
@@ -78,10 +81,10 @@ def test_neighbouring_fields_do_not_alias() -> None:
 
 
 def test_spec_fingerprint_sees_every_dimension() -> None:
-    base = {"layers": 2, "kv_heads": 3, "head_dim": 64, "page_tokens": 64, "dtype": DType.BF16}
-    others = [base] + [{**base, k: v} for k, v in
-                       {"layers": 3, "kv_heads": 4, "head_dim": 32, "page_tokens": 32, "dtype": DType.FP16}.items()]  # fmt: skip
-    assert len({PageSpec.mha(**b).fingerprint for b in others}) == len(others)  # type: ignore[arg-type]
+    base: dict[str, Any] = {"layers": 2, "kv_heads": 3, "head_dim": 64, "page_tokens": 64, "dtype": DType.BF16}
+    changes = {"layers": 3, "kv_heads": 4, "head_dim": 32, "page_tokens": 32, "dtype": DType.FP16}
+    others = [base, *({**base, field: value} for field, value in changes.items())]
+    assert len({PageSpec.mha(**b).fingerprint for b in others}) == len(others)
 
 
 def test_checksum_is_bound_to_the_key() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,8 @@ def test_strided_input_is_taken_in_its_own_order() -> None:
 
 def test_k_may_be_a_numpy_integer() -> None:
     x = np.ones((1, 16), np.float32)
-    np.testing.assert_array_equal(nvfp4.quantize(x, int(np.int8(-3)))[1], nvfp4.quantize(x, np.int8(-3))[1])
+    k: Any = np.int8(-3)
+    np.testing.assert_array_equal(nvfp4.quantize(x, -3)[1], nvfp4.quantize(x, k)[1])
 
 
 def test_empty_is_empty() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import xxhash
 
@@ -56,7 +54,7 @@ def test_fields_come_back() -> None:
 
 def test_an_origin_follows_the_page_and_is_covered() -> None:
     for origin in (b"x", bytes(range(255))):
-        meta = replace(META, origin=origin)
+        meta = META._replace(origin=origin)
         raw = pack_header(KEY, meta, PAGE)
         assert read(raw, PAGE + origin) == meta
         with pytest.raises(RecordError, match="length"):
