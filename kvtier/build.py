@@ -32,13 +32,18 @@ def open_store(
     try:
         for tier in config.tiers:  # one by one: what was opened before a failure is closed again
             opened += [_open_tier(tier, shard, rank, ranks)]
-        return TieredStore(
+        store = TieredStore(
             cast(StagingTier, opened[0]),
             opened[1:],
             promote_deadline_s=config.promote_deadline,
             lease_s=config.lease if ranks == 1 else None,
             on_removed=on_removed,
         )
+        for tier_opened in opened:
+            collector = getattr(tier_opened, "collector", None)
+            if collector is not None:  # what only this kind of tier counts
+                store.ledger.registry.register(collector)
+        return store
     except BaseException:
         for done in opened:
             done.close()

@@ -55,7 +55,7 @@ class Stream:
     """A connected socket with its receive buffer. For one thread, but for `shut_down`.
 
     timeout_s: how long a peer may leave a command half sent or a reply half taken. Between commands it may be silent
-    for as long as it likes.
+    for as long as it likes, once it has said who it is.
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
@@ -131,7 +131,7 @@ class Stream:
                 self._start = 0
             if self._end == len(self._buffer):
                 raise ProtocolError("too big inline request")
-            self._end += self._receive(self._view[self._end :], 0, patient=idle and not self._end)
+            self._end += self._receive(self._view[self._end :], 0, patient=idle and not self._end and not self.stranger)
         line = bytes(self._view[self._start : at])
         self._start = at + 1
         if self._start == self._end:

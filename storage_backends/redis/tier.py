@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -34,6 +33,7 @@ from kvtier.keys import checksum
 from kvtier.storage_backends.redis.connection import Buffer, Connection, ReplyError, encode
 from kvtier.storage_backends.redis.discovery import DiscoveryError, misfits
 from kvtier.storage_backends.redis.exchange import Command, Exchange, NoReply
+from kvtier.storage_backends.redis.metrics import RedisCollector, RedisCounters
 from kvtier.storage_backends.redis.options import RedisOptions
 from kvtier.storage_backends.redis.record import (
     HEADER_BYTES,
@@ -69,26 +69,6 @@ class _Found(Enum):
 _NO_RECORD = _Found.NO_RECORD
 
 
-@dataclass(frozen=True, slots=True)
-class RedisCounters:
-    """Since the tier was opened. oom_rejections: puts refused because the server is at its maxmemory. bad_puts: pages
-    offered that did not match their checksum. error_replies: other errors of a server. healed: values that were no
-    records, removed to make way. redirects: MOVED and ASK followed. breaker_opened: servers given up, failed probes
-    included."""
-
-    oom_rejections: int
-    bad_puts: int
-    error_replies: int
-    healed: int
-    redirects: int
-    refreshes: int
-    breaker_opened: int
-    connected: int
-    open_connections: int
-    nodes_up: int
-    nodes: int
-
-
 class RedisTier(Tier):
     """See the module's docstring.
 
@@ -111,6 +91,8 @@ class RedisTier(Tier):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
+        self.collector = RedisCollector(name, self.counters)
+        """For a metrics registry."""
         self._capacity_bytes = _UNLIMITED
         self._limit_bytes = _DEFAULT_VALUE_LIMIT - HEADER_BYTES
         expiry = [b"PX", b"%d" % options.ttl_ms] if options.ttl_ms else []
@@ -150,7 +132,8 @@ class RedisTier(Tier):
         return results
 
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
-        """Asks the servers for the headers: one round trip. A value that does not start with the right one is absent."""
+        """Asks the servers for the headers: one round trip. A value that does not start with the right one is not
+        there."""
         for key in keys:
             _check_key(key)
         with self._gate:

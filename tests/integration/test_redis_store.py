@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from kvtier.abc.tier import PutStatus, Slot
 from kvtier.build import open_store
@@ -80,6 +81,9 @@ def test_a_server_that_dies_costs_hits_and_nothing_else(server: RedisServer) -> 
     assert (snapshot.hits["host"], snapshot.misses["tier_down"]) == (5, 5)
     assert snapshot.spills["redis"][PutStatus.FAILED.value] == 3
     assert sum(snapshot.errors.values()) == 0
+    metrics = generate_latest(store.ledger.registry).decode()
+    assert 'kvtier_redis_nodes_up{tier="redis"} 0.0' in metrics or 'kvtier_redis_nodes_up{tier="redis"} 1.0' in metrics
+    assert 'kvtier_redis_oom_rejections_total{tier="redis"} 0.0' in metrics
     store.close()
 
 

@@ -109,6 +109,17 @@ def test_strangers_can_send_little(pair: tuple[Stream, socket.socket]) -> None:
         stream.read_command(no_place)
 
 
+def test_a_silent_stranger_is_not_waited_for_and_a_silent_friend_is(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+    timer = threading.Timer(0.6, client.sendall, (b"PING\r\n",))
+    timer.start()
+    assert stream.read_command(no_place) == [b"PING"]
+    timer.join()
+    stream.stranger = True
+    with pytest.raises(Disconnected):
+        stream.read_command(no_place)
+
+
 def test_a_command_left_half_sent_ends_the_connection(pair: tuple[Stream, socket.socket]) -> None:
     stream, client = pair
     client.sendall(b"*2\r\n$3\r\nGET\r\n")
