@@ -60,10 +60,10 @@ def measure(
                     break
                 # Logits are a fifth of a small model's work: only the last where nothing before it is measured.
                 kept = 1 if position + stretch.shape[1] <= measured.start else 0
+                rows = generation.requests[0].length + stretch.shape[1]  # before a round takes some away
                 logits = generation.step(stretch, logits_to_keep=kept, **options)
                 position += stretch.shape[1]
                 if position > measured.start and generation.cache is not None:
-                    rows = generation.requests[0].length + beta - 1
                     most = max(most, rows * generation.cache.rows_bytes() // generation.requests[0].length)
             evicted = sum(request.evicted_tokens for request in generation.requests)
     finally:

@@ -63,7 +63,7 @@ def evaluate(
     mode: Annotated[str, typer.Option(help="TriAttention's eviction mode.")] = "union",
     beta: Annotated[int, typer.Option(help="Tokens between two rounds.")] = 64,
     text: Annotated[Path | None, typer.Option(help="Held-out text; by default the second shipped session.")] = None,
-    windows: Annotated[int, typer.Option(help="Stretches of the text.")] = 2,
+    windows: Annotated[int, typer.Option(help="Stretches of the text; 0 leaves them out.")] = 2,
     window_tokens: Annotated[int, typer.Option(help="Tokens of a stretch; NLL is measured on its second half.")] = 1536,
     keys: Annotated[int, typer.Option(help="Pass keys; 0 leaves them out.")] = 6,
     key_tokens: Annotated[int, typer.Option(help="Tokens of text around a pass key.")] = 768,
@@ -76,14 +76,14 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of records.")] = False,
 ) -> None:
     """NLL, pass keys, KV bytes and decode speed of TriAttention and of simpler evictions, at several budgets."""
-    at_least(1, beta=beta, windows=windows, window_tokens=window_tokens, steps=steps, pool_mib=pool_mib)
-    at_least(0, keys=keys, context=context, generated=generated)
+    at_least(1, beta=beta, window_tokens=window_tokens, steps=steps, pool_mib=pool_mib)
+    at_least(0, windows=windows, keys=keys, context=context, generated=generated)
     sizes, batches = _numbers("--budgets", budgets), _numbers("--batch", batch)
     names = tuple(methods.split(","))
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ConfigError(f"--methods {methods}: {unknown[0]!r} is not one of {', '.join(METHODS)}")
-    if max(sizes) + beta > window_tokens // 2 - _PROMPT_TOKENS:
+    if windows + generated and max(sizes) + beta > window_tokens // 2 - _PROMPT_TOKENS:
         raise ConfigError(
             f"--window-tokens {window_tokens}: the largest budget, {max(sizes)}, would never evict before the measured "
             "second half; give more tokens or smaller budgets"
@@ -184,17 +184,19 @@ def _quality(
 ) -> list[Record]:
     from kvtier.cli.eval_quality import measure, pass_keys, windows_of
 
-    texts: dict[str, tuple[torch.Tensor, range]] = {
-        "nll": (windows_of(held_out, windows, window_tokens), range(window_tokens // 2, window_tokens))
-    }
-    if not len(texts["nll"][0]):
-        raise ConfigError(f"--window-tokens {window_tokens}: the text has only {len(held_out)} tokens")
+    texts: dict[str, tuple[torch.Tensor, range]] = {}
+    if windows:
+        texts["nll"] = windows_of(held_out, windows, window_tokens), range(window_tokens // 2, window_tokens)
+        if not len(texts["nll"][0]):
+            raise ConfigError(f"--window-tokens {window_tokens}: the text has only {len(held_out)} tokens")
     if keys:
         texts["key_nll"] = pass_keys(setup.tokenizer, keys, prompt=_PROMPT_TOKENS, tokens=key_tokens, beta=setup.beta)
     if generated:
         with console.status(f"the model writes {generated} x {window_tokens} tokens"):
             written = _written(setup, generated, window_tokens)
         texts["nll_generated"] = (written, range(window_tokens // 2, window_tokens))
+    if not texts:
+        return []
     records = []
     for name, budget in [("dense", None), *((name, budget) for name in names for budget in budgets)]:
         values: dict[str, Any] = {}
@@ -205,8 +207,7 @@ def _quality(
                 found = measure(setup.model, batch, method, prompt=_PROMPT_TOKENS, beta=setup.beta, measured=measured)
             values[field] = round(statistics.fmean(found.nll), 4)
             evicted += found.evicted_tokens
-            if field == "nll":
-                values["kv_bytes"] = found.kv_bytes
+            values.setdefault("kv_bytes", found.kv_bytes)
         if budget is not None and not evicted:
             raise ConfigError(f"--budgets {budget}: nothing was evicted in the measured texts; give more tokens")
         records.append(Record(name, budget, **values))
@@ -306,7 +307,7 @@ def _plot(records: list[Record], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    measured = [record for record in records if record.nll is not None]
+    measured = [record for record in records if record.decode_tok_per_s is None and not record.note]
     panels = [
         (field, label)
         for field, label in (

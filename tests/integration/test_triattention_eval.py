@@ -62,7 +62,8 @@ def test_records_of_quality_and_speed(folder: Path, tmp_path: Path, capsys: pyte
     assert all(r["key_nll"] > 0 and r["nll_generated"] > 0 for r in quality)
     # fp32 keys and values: 2 layers x 2 heads x 8 values.
     row = 2 * 2 * 2 * 8 * 4
-    assert {r["kv_bytes"] for r in quality if r["budget"] == 16} == {(32 + 16 + 15) * row}
+    assert {r["kv_bytes"] for r in quality if r["budget"] == 16} == {(32 + 16 + 16) * row}
+    assert quality[0]["kv_bytes"] == 256 * row
     timed = [r for r in records if r["decode_tok_per_s"] is not None]
     assert {(r["method"], r["batch"]) for r in timed} >= {("dense", 1), ("triattention", 1), ("triattention", 64)}
     dense_fits = (1 << 20) // ((32 + 256) * row)
@@ -70,6 +71,18 @@ def test_records_of_quality_and_speed(folder: Path, tmp_path: Path, capsys: pyte
     assert any(r["method"] == "dense" and "does not fit" in r["note"] and r["batch"] == 64 for r in records)
     assert timed[-1]["batch"] == (1 << 20) // ((32 + 32 + 16) * row) > dense_fits
     assert plot.stat().st_size > 10_000
+
+
+def test_speed_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([
+            "eval", "triattention", "--json", "--model", str(folder), "--budgets", "16", "--beta", "16",
+            "--windows", "0", "--keys", "0", "--context", "64", "--batch", "2", "--pool-mib", "1", "--steps", "1",
+        ])  # fmt: skip
+    assert done.value.code == 0
+    records = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [r["method"] for r in records] == ["dense", "triattention"] * 2
+    assert all(r["decode_tok_per_s"] > 0 and r["nll"] is None for r in records)
 
 
 @pytest.mark.parametrize(
