@@ -102,10 +102,12 @@ class EngineProcess:
             ok: bool = answer.status == 200
             return ok
 
-    def left_behind(self) -> list[int]:
-        """Processes of the engine's group that are still there."""
-        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
-        return [pid for pid in pids if _group_of(pid) == self._process.pid]
+    def left_behind(self, limit_s: float = 10.0) -> list[str]:
+        """Processes of the engine's group that are still there after `limit_s`, by name."""
+        give_up = time.monotonic() + limit_s
+        while (running := _running_in(self._process.pid)) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        return running
 
     def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0) -> None:
         """Wait until a tier holds at least `pages`."""
@@ -151,11 +153,16 @@ class EngineProcess:
         return answer
 
 
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+def _running_in(group: int) -> list[str]:
+    """Processes of a group by name, without those that have ended and wait for somebody to ask."""
+    names = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            described, _, rest = path.read_text().rpartition(")")
+            state, _parent, of = rest.split()[:3]
+            if int(of) == group and state != "Z":
+                names.append(described + ")")
+    return names
 
 
 def _free_port() -> int:
