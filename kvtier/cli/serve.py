@@ -68,6 +68,7 @@ def serve(
     if block.server is None:
         raise ConfigError(f"config file {str(config)!r} has no block 'server': add one with the option listen")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    sys.setswitchinterval(0.0005)  # a small GET must not wait 5 ms for each thread that is busy with a large SET
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
