@@ -55,7 +55,16 @@ def open_codec(config: Config) -> Codec:
     cold_page = config.cold_page
     if cold_page is None or cold_page.quant == "none":
         return codec("raw")
-    return codec(cold_page.quant, global_scale=cold_page.global_scale)
+    if cold_page.quant == "lossless":
+        return codec("lossless")
+    options: dict[str, Any] = {
+        "max_relative_error": cold_page.max_relative_error,
+        "quality_sample": cold_page.quality_sample,
+    }
+    if cold_page.quant == "nvfp4":
+        rope = "keep" if cold_page.skip_rope_quantization else cold_page.rope_quant
+        options |= {"global_scale": cold_page.global_scale, "rope": rope}
+    return codec(cold_page.quant, **options)
 
 
 def _open_tier(config: HostTierConfig | NvmeTierConfig | RedisTierConfig, shard: str, rank: int, ranks: int) -> Tier:

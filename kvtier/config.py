@@ -59,11 +59,40 @@ class _Block(BaseModel):
 
 
 class ColdPageConfig(_Block):
-    """How pages are encoded when they leave the device."""
+    """How pages are encoded when they leave the device.
+
+    quant: nvfp4; its forms for keys with a constant offset (nvfp4_offset, nvfp4_token, k8v4, 2fp4); lossless; none.
+    skip_rope_quantization keeps rotary columns as they are, `rope_quant` stores them finer, both with nvfp4 and where
+    they are a part of the row. max_relative_error: pages whose relative error is larger are stored without compression.
+    quality_sample: share of the pages whose error is measured for the metrics.
+    """
 
     algorithm: Literal["quantization_for_cold_page"]
-    quant: Literal["nvfp4", "none"] = "nvfp4"
+    quant: Literal["nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless", "none"] = "nvfp4"
     global_scale: Annotated[GlobalScale, Field(strict=False)] = GlobalScale.PAGE
+    skip_rope_quantization: bool = False
+    rope_quant: Literal["nvfp4", "2fp4", "fp8"] = "nvfp4"
+    max_relative_error: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
+    quality_sample: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+
+    @model_validator(mode="after")
+    def _combination(self) -> ColdPageConfig:
+        if self.skip_rope_quantization and self.rope_quant != "nvfp4":
+            raise ValueError(
+                f"skip_rope_quantization and rope_quant = {self.rope_quant!r} exclude each other; give one"
+            )
+        plain = {
+            "global_scale": self.global_scale is GlobalScale.PAGE,
+            "skip_rope_quantization": not self.skip_rope_quantization,
+            "rope_quant": self.rope_quant == "nvfp4",
+        }
+        for option, unset in plain.items():
+            if self.quant != "nvfp4" and not unset:
+                raise ValueError(f"{option} belongs to quant = 'nvfp4', not to {self.quant!r}; leave it out")
+        if self.quant in ("lossless", "none") and (self.max_relative_error is not None or self.quality_sample):
+            option = "quality_sample" if self.max_relative_error is None else "max_relative_error"
+            raise ValueError(f"{option}: quant = {self.quant!r} has no error to measure; leave it out")
+        return self
 
 
 class TriAttentionConfig(_Block):

@@ -39,6 +39,7 @@ class OffloadOutcome(str, Enum):
     STORED = "stored"
     EXISTS = "exists"  # already in a tier: not encoded again
     STORED_RAW = "stored_raw"  # the codec refused it (NaN or infinity): stored without compression
+    STORED_OVER_BUDGET = "stored_over_budget"  # its error was over max_relative_error: stored without compression
     FULL = "full"  # no room in the host tier within the deadline
     TOO_LARGE = "too_large"
     FAILED = "failed"  # an error, logged
@@ -77,6 +78,7 @@ class LedgerSnapshot:
 ERROR_SITES = ("lookup", "load", "offload", "promote", "spill", "engine", "http")
 """Places where an error is caught so that the engine keeps serving; each is a label of `kvtier_errors_total`."""
 
+_RELATIVE_ERRORS = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.09, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1.0)
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -111,6 +113,13 @@ class Ledger(Collector):
         )
         self._engine_seconds = self._histogram(
             "kvtier_engine_thread_seconds", "Time taken from the engine's own thread, per call", "call"
+        )
+        self._relative_error = Histogram(
+            "kvtier_relative_error",
+            "Relative error of sampled pages, by layer and role",
+            ("layer", "role"),
+            buckets=_RELATIVE_ERRORS,
+            registry=self.registry,
         )
         for op in ("encode", "decode", "verify"):
             self._codec_seconds.labels(op)
@@ -179,6 +188,10 @@ class Ledger(Collector):
     def time_engine(self, call: str, seconds: float) -> None:
         """Time spent on the engine's own thread in `call`: lookup, load or offload."""
         self._engine_seconds.labels(call).observe(seconds)
+
+    def sampled(self, layer: int, role: str, relative_error: float) -> None:
+        """The relative L2 error of one buffer of a sampled page."""
+        self._relative_error.labels(str(layer), role).observe(relative_error)
 
     def snapshot(self) -> LedgerSnapshot:
         with self._lock:

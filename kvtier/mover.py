@@ -4,6 +4,7 @@ way in. Worker threads do the work; a caller's thread only queues it."""
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -68,7 +69,12 @@ class OffloadResult:
 
     @property
     def ok(self) -> bool:
-        good = (OffloadOutcome.STORED, OffloadOutcome.STORED_RAW, OffloadOutcome.EXISTS)
+        good = (
+            OffloadOutcome.STORED,
+            OffloadOutcome.STORED_RAW,
+            OffloadOutcome.STORED_OVER_BUDGET,
+            OffloadOutcome.EXISTS,
+        )
         return all(outcome in good for outcome in self.outcomes)
 
 
@@ -116,6 +122,7 @@ class PageMover:
         self._layouts: dict[int, ColdLayout] = {}
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
+        self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
         self._in = WorkerPool("kvtier-onboard", workers, partial(self._worker_error, "load"))
 
@@ -169,9 +176,8 @@ class PageMover:
             fresh = [i for i, known in enumerate(below) if not known]
             outcomes[OffloadOutcome.EXISTS] += len(keys) - len(fresh)
             for at in range(0, len(fresh), _BATCH_PAGES):
-                outcomes += self._encode(
-                    self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES]
-                )
+                encode = self._encode_varying if self._codec.varies else self._encode
+                outcomes += encode(self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES])
         except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
             self._worker_error("offload", error)
         finally:
@@ -187,6 +193,7 @@ class PageMover:
         ids: npt.NDArray[np.int64],
         valid: npt.NDArray[np.int32],
         pages: list[int],
+        stored: OffloadOutcome = OffloadOutcome.STORED,
     ) -> Counter[OffloadOutcome]:
         layout = self.layout(codec)
         outcomes: Counter[OffloadOutcome] = Counter()
@@ -196,11 +203,9 @@ class PageMover:
             answers = self.store.reserve([keys[i] for i in pages], [layout.cold_page_bytes] * len(pages), wait_s)
             slots = {i: a for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)}
             refused = self._fill(codec, layout, pool, keys, origins, ids, valid, slots)
-            outcomes[OffloadOutcome.STORED_RAW if codec is self._raw else OffloadOutcome.STORED] += len(slots) - len(
-                refused
-            )
-            if refused:
-                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, refused)
+            outcomes[stored] += len(slots) - sum(len(group) for group in refused.values())
+            for why, group in refused.items():
+                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, group, why)
             again = []
             for i, answer in zip(pages, answers, strict=True):
                 if answer is PutStatus.FULL and slots:
@@ -220,24 +225,20 @@ class PageMover:
         ids: npt.NDArray[np.int64],
         valid: npt.NDArray[np.int32],
         slots: dict[int, Slot],
-    ) -> list[int]:
-        """Encode pages into their slots and commit them; returns the pages that the codec refused."""
+    ) -> dict[OffloadOutcome, list[int]]:
+        """Encode pages into their slots and commit them; returns the pages that the codec refused, by what they count
+        as once they are stored raw."""
         if not slots:
-            return []
+            return {}
         pages = list(slots)
         committed = False
         try:
             start = time.perf_counter()
-            result = codec.encode(
-                layout,
-                pool,
-                ids[pages],
-                valid[pages],
-                self.store.host.arena,
-                np.array([slots[i].offset for i in pages], dtype=np.int64),
-                np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64),
-            )
+            arena, offsets = self.store.host.arena, np.array([slots[i].offset for i in pages], dtype=np.int64)
+            seeds = np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64)
+            result = codec.encode(layout, pool, ids[pages], valid[pages], arena, offsets, seeds)
             self._ledger.time_codec("encode", time.perf_counter() - start)
+            self._measure_some(codec, layout, pool, ids[pages], valid[pages], offsets, result.refused)
             refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
@@ -250,10 +251,72 @@ class PageMover:
             committed = True
             self.store.commit([keys[i] for i in good], [slots[i] for i in good], metas)
             self._count_moved(Direction.OFFLOAD, metas)
-            return refused
+            # Only a page that could be encoded has an error.
+            known = np.isfinite(result.relative_error) if result.relative_error is not None else result.refused & False
+            over = {i for i, measured in zip(pages, known.tolist(), strict=True) if measured}
+            groups = {
+                OffloadOutcome.STORED_OVER_BUDGET: [i for i in refused if i in over],
+                OffloadOutcome.STORED_RAW: [i for i in refused if i not in over],
+            }
+            return {why: group for why, group in groups.items() if group}
         finally:
             if not committed:
                 self.store.abort([keys[i] for i in pages], [slots[i] for i in pages])
+
+    def _measure_some(
+        self,
+        codec: Codec,
+        layout: ColdLayout,
+        pool: HotPool,
+        ids: npt.NDArray[np.int64],
+        valid: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        refused: npt.NDArray[np.bool_],
+    ) -> None:
+        """The quality sample: relative errors of some of the pages just encoded, by layer and role."""
+        if not codec.quality_sample:
+            return
+        some = [i for i, bad in enumerate(refused.tolist()) if not bad and self._sample.random() < codec.quality_sample]
+        if not some:
+            return
+        sums = codec.errors(layout, pool, ids[some], valid[some], self.store.host.arena, offsets[some])
+        for page in sums:
+            for buffer, (lost, whole) in zip(self.spec.buffers, page.tolist(), strict=True):
+                if whole > 0:
+                    self._ledger.sampled(buffer.layer, buffer.role.value, (lost / whole) ** 0.5)
+
+    def _encode_varying(
+        self,
+        codec: Codec,
+        pool: HotPool,
+        keys: Sequence[bytes],
+        origins: Sequence[bytes],
+        ids: npt.NDArray[np.int64],
+        valid: npt.NDArray[np.int32],
+        pages: list[int],
+    ) -> Counter[OffloadOutcome]:
+        """As `_encode`, for a form whose pages vary in size: a slot is reserved once the size is known."""
+        layout = self.layout(codec)
+        outcomes: Counter[OffloadOutcome] = Counter()
+        give_up = time.monotonic() + self._offload_wait_s
+        scratch, start_at = np.empty(layout.cold_page_bytes, np.uint8), np.zeros(1, np.int64)
+        for i in pages:
+            start = time.perf_counter()
+            seed = np.array([seed_of(keys[i])], dtype=np.uint64)
+            result = codec.encode(layout, pool, ids[i : i + 1], valid[i : i + 1], scratch, start_at, seed)
+            self._ledger.time_codec("encode", time.perf_counter() - start)
+            nbytes = layout.cold_page_bytes if result.nbytes is None else int(result.nbytes[0])
+            checksum = result.checksums[0].tobytes()
+            meta = PageMeta(nbytes, codec.form, int(valid[i]), checksum, self._fingerprint, origins[i])
+            answer = self.store.reserve([keys[i]], [nbytes], max(0.0, give_up - time.monotonic()))[0]
+            if isinstance(answer, PutStatus):
+                outcomes[_OUTCOME_OF[answer]] += 1
+                continue
+            self.store.host.arena[answer.offset : answer.offset + nbytes] = scratch[:nbytes]
+            self.store.commit([keys[i]], [answer], [meta])
+            self._count_moved(Direction.OFFLOAD, [meta])
+            outcomes[OffloadOutcome.STORED] += 1
+        return outcomes
 
     def _finish_offload(self, ticket: Ticket[OffloadResult], outcomes: Counter[OffloadOutcome]) -> None:
         self._ledger.offloaded(outcomes)

@@ -23,6 +23,8 @@ class Form(IntEnum):
     """NVFP4 with one power of two per buffer in the page."""
     NVFP4_IDENTITY = 3
     """NVFP4 with global scale 1, nothing stored."""
+    LOSSLESS = 4
+    """Byte planes, each compressed. Its pages vary in size."""
     NVFP4_OFFSET = 5
     """K as NVFP4 of the distance from the page's mean, group by group; all else as in NVFP4."""
     NVFP4_TOKEN = 6
@@ -60,6 +62,10 @@ class Codec(ABC):
 
     id: ClassVar[str]
     version: ClassVar[int]
+    varies: ClassVar[bool] = False
+    """Whether pages vary in size: `cold_page_bytes` is then the most, and `EncodeResult.nbytes` what it was."""
+    quality_sample: float = 0.0
+    """Share of the pages whose error is to be measured, for the metrics."""
 
     @property
     @abstractmethod

@@ -113,12 +113,16 @@ def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.fl
 
 class NativeCodec(Codec):
     """A codec that is a layout. max_relative_error: pages whose relative L2 error over their compressed buffers is
-    larger are refused; None: none are, and the error is not measured."""
+    larger are refused; None: none are, and the error is not measured. quality_sample: share of the pages whose error
+    the mover shows among its metrics."""
 
-    def __init__(self, max_relative_error: float | None = None) -> None:
+    def __init__(self, max_relative_error: float | None = None, quality_sample: float = 0.0) -> None:
         if max_relative_error is not None and not 0 < max_relative_error < 1:
             raise ConfigError(f"max_relative_error = {max_relative_error}: must lie between 0 and 1, such as 0.15")
+        if not 0 <= quality_sample <= 1:
+            raise ConfigError(f"quality_sample = {quality_sample}: must lie between 0 and 1, such as 0.001")
         self._max_relative_error = max_relative_error
+        self.quality_sample = quality_sample
 
     @abstractmethod
     def layout(self, spec: PageSpec) -> ColdLayout: ...

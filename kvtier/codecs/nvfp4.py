@@ -49,8 +49,9 @@ class Nvfp4Codec(NativeCodec):
         global_scale: GlobalScale | str = GlobalScale.PAGE,
         rope: Rope | str = Rope.NVFP4,
         max_relative_error: float | None = None,
+        quality_sample: float = 0.0,
     ) -> None:
-        super().__init__(max_relative_error)
+        super().__init__(max_relative_error, quality_sample)
         self._global_scale = _member(GlobalScale, "global_scale", global_scale)
         self._rope = _member(Rope, "rope", rope)
 
@@ -76,9 +77,6 @@ class KeyFormCodec(NativeCodec):
     version: ClassVar[int] = 1
     _coding: ClassVar[Coding]
     _form: ClassVar[Form]
-
-    def __init__(self, max_relative_error: float | None = None) -> None:
-        super().__init__(max_relative_error)
 
     @property
     def form(self) -> Form:

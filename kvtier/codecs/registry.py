@@ -22,18 +22,18 @@ def _nvfp4(**options: Any) -> Codec:
     return Nvfp4Codec(**options)
 
 
-def _key_form(name: str) -> Callable[..., Codec]:
+def _in_module(name: str, module: str = "kvtier.codecs.nvfp4") -> Callable[..., Codec]:
     def make(**options: Any) -> Codec:
-        module = importlib.import_module("kvtier.codecs.nvfp4")
-        which: Callable[..., Codec] = getattr(module, name)
+        which: Callable[..., Codec] = getattr(importlib.import_module(module), name)
         return which(**options)
 
     return make
 
 
-_offset, _token = _key_form("Nvfp4OffsetCodec"), _key_form("Nvfp4TokenCodec")
-_k8v4, _2fp4 = _key_form("K8V4Codec"), _key_form("Key2Fp4Codec")
-_BUDGET = frozenset({"max_relative_error"})
+_offset, _token = _in_module("Nvfp4OffsetCodec"), _in_module("Nvfp4TokenCodec")
+_k8v4, _2fp4 = _in_module("K8V4Codec"), _in_module("Key2Fp4Codec")
+_lossless = _in_module("LosslessCodec", "kvtier.codecs.lossless")
+_BUDGET = frozenset({"max_relative_error", "quality_sample"})
 _CODECS: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {
     "raw": (_raw, frozenset()),
     "nvfp4": (_nvfp4, _BUDGET | {"global_scale", "rope"}),
@@ -41,11 +41,13 @@ _CODECS: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {
     "nvfp4_token": (_token, _BUDGET),
     "k8v4": (_k8v4, _BUDGET),
     "2fp4": (_2fp4, _BUDGET),
+    "lossless": (_lossless, frozenset()),
 }
 _FORMS: dict[Form, Callable[[], Codec]] = {
     Form.RAW: _raw,
     Form.NVFP4: lambda: _nvfp4(global_scale="page"),
     Form.NVFP4_IDENTITY: lambda: _nvfp4(global_scale="identity"),
+    Form.LOSSLESS: _lossless,
     Form.NVFP4_OFFSET: _offset,
     Form.NVFP4_TOKEN: _token,
     Form.K8V4: _k8v4,

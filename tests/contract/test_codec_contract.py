@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvtier.abc.codec import Codec
 from kvtier.codecs.registry import codec
@@ -18,6 +19,14 @@ class TestRaw(CodecContract):
 
     def make_codec(self) -> Codec:
         return codec("raw")
+
+
+class TestLossless(CodecContract):
+    max_error = 0.0
+
+    def make_codec(self) -> Codec:
+        pytest.importorskip("zstandard")
+        return codec("lossless")
 
 
 class TestNvfp4Page(CodecContract):

@@ -178,7 +178,7 @@ def test_an_arena_that_cannot_be_written_is_named() -> None:
 
 
 def test_registry() -> None:
-    assert codec_names() == ("raw", "nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4")
+    assert codec_names() == ("raw", "nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless")
     for form in Form:
         assert codec_for_form(form).form is form
     assert codec("nvfp4").config == {"global_scale": "page"}

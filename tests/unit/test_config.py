@@ -91,7 +91,34 @@ def test_a_block_of_methods_alone(tmp_path: Path) -> None:
         ({"tiers": [HOST], "http": {"port": 70000}}, ["http.port", "70000", "65535"]),
         (
             {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD, "quant": "int2"}]},
-            ["kv_cache_compression_config[0].quant", "int2", "'nvfp4' or 'none'"],
+            ["kv_cache_compression_config[0].quant", "int2", "'lossless' or 'none'"],
+        ),
+        (
+            {
+                "tiers": [HOST],
+                "kv_cache_compression_config": [{"algorithm": COLD, "quant": "k8v4", "rope_quant": "fp8"}],
+            },
+            ["kv_cache_compression_config[0]", "rope_quant", "'k8v4'", "leave it out"],
+        ),
+        (
+            {
+                "tiers": [HOST],
+                "kv_cache_compression_config": [
+                    {"algorithm": COLD, "skip_rope_quantization": True, "rope_quant": "fp8"}
+                ],
+            },
+            ["skip_rope_quantization", "rope_quant", "give one"],
+        ),
+        (
+            {
+                "tiers": [HOST],
+                "kv_cache_compression_config": [{"algorithm": COLD, "quant": "lossless", "max_relative_error": 0.1}],
+            },
+            ["max_relative_error", "'lossless'", "leave it out"],
+        ),
+        (
+            {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD, "max_relative_error": 0}]},
+            ["max_relative_error", "0", "greater than 0"],
         ),
         (
             {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD}, {"algorithm": COLD}]},

@@ -1,0 +1,152 @@
+"""Every form of the cold page through the mover and the real tiers; the error budget and the quality sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvtier.build import open_codec, open_store
+from kvtier.config import parse_config
+from kvtier.hot import HotLayout, HotPool
+from kvtier.keys import Namespace
+from kvtier.ledger import OffloadOutcome
+from kvtier.mover import PageMover, policy_of
+from kvtier.spec import DType, PageSpec
+
+LAYERS, HEADS, DIM, TOKENS, PAGES = 2, 2, 64, 16, 8
+SPEC = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=TOKENS, dtype=DType.BF16, rotary_dim=16)
+HASHES = [b"page-%04d" % i for i in range(PAGES)]
+Bits = npt.NDArray[np.uint16]
+
+
+@contextmanager
+def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
+    config = parse_config(
+        {
+            "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", **options}],
+            "tiers": [
+                {"type": "host", "capacity": "4MiB"},
+                {"type": "nvme", "path": str(directory), "capacity": "8MiB", "io_threads": 2},
+            ],
+        }
+    )
+    codec = open_codec(config)
+    namespace = Namespace.of(SPEC, policy_of(codec), model="m", weights="00", dtype="bf16")
+    mover = PageMover(open_store(config), SPEC, namespace, codec)
+    try:
+        yield mover
+    finally:
+        assert mover.drain(10.0)
+        assert mover.store.flush(10.0)
+        mover.close()
+        mover.store.close()
+
+
+def values() -> list[Bits]:
+    rng = np.random.default_rng(2)
+    shape = (PAGES * TOKENS, HEADS, DIM)
+    return [(rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for _ in range(4)]
+
+
+def floats(bits: Bits) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def offload(mover: PageMover, data: list[Bits]) -> dict[OffloadOutcome, int]:
+    pool = HotPool.of(SPEC, data, HotLayout.NHD)
+    return mover.offload(pool, HASHES, range(PAGES)).result(20.0).outcomes
+
+
+def restore(mover: PageMover) -> list[Bits]:
+    out = [np.zeros((PAGES * TOKENS, HEADS, DIM), np.uint16) for _ in range(4)]
+    lookup = mover.store.lookup("r", mover.namespace.page_keys(HASHES))
+    ready = mover.store.wait(lookup)
+    assert ready == PAGES
+    result = mover.onboard(lookup, HotPool.of(SPEC, out, HotLayout.NHD), range(ready)).result(20.0)
+    mover.store.settle("r")
+    assert result.ok, result
+    return out
+
+
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        ({"quant": "nvfp4"}, 0.1),
+        ({"quant": "nvfp4_offset"}, 0.1),
+        ({"quant": "nvfp4_token"}, 0.1),
+        ({"quant": "k8v4"}, 0.03),
+        ({"quant": "2fp4"}, 0.01),
+        ({"skip_rope_quantization": True}, 0.09),
+        ({"rope_quant": "fp8"}, 0.09),
+        ({"rope_quant": "2fp4"}, 0.09),
+        ({"quant": "lossless"}, 0.0),
+        ({"quant": "none"}, 0.0),
+    ],
+    ids=str,
+)
+def test_pages_come_back_after_a_restart(tmp_path: Path, options: dict[str, Any], largest: float) -> None:
+    """K within `largest`, V within what NVFP4 costs; from disk, so that the record's form is what is read."""
+    if options.get("quant") == "lossless":
+        pytest.importorskip("zstandard")
+    data = values()
+    with open_mover(tmp_path, **options) as mover:
+        assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
+        assert mover.store.flush(10.0)
+    with open_mover(tmp_path, **options) as mover:
+        out = restore(mover)
+    for n, (got, exact) in enumerate(zip(out, data, strict=True)):
+        bound = largest if n % 2 == 0 or not largest else 0.1
+        if not bound:
+            np.testing.assert_array_equal(got, exact)
+        else:
+            error = np.linalg.norm(floats(got) - floats(exact)) / np.linalg.norm(floats(exact))
+            assert error < bound, (n, error)
+
+
+def test_lossless_pages_take_less_than_raw_ones(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    with open_mover(tmp_path, quant="lossless") as mover:
+        offload(mover, values())
+        snapshot = mover.store.ledger.snapshot()
+    assert snapshot.cold_bytes["offload"] < 0.9 * snapshot.hot_bytes["offload"]
+
+
+def test_pages_over_the_error_budget_are_stored_without_loss_and_counted(tmp_path: Path) -> None:
+    data = values()
+    # Beside a 6, every 5 becomes a 4.
+    data[0][:TOKENS], data[0][:TOKENS, :, ::16] = 0x40A0, 0x40C0
+    data[0][3 * TOKENS, 0, 5] = 0x7FC0
+    with open_mover(tmp_path, quant="nvfp4", max_relative_error=0.12) as mover:
+        assert offload(mover, data) == {
+            OffloadOutcome.STORED: PAGES - 2,
+            OffloadOutcome.STORED_OVER_BUDGET: 1,
+            OffloadOutcome.STORED_RAW: 1,
+        }
+        out = restore(mover)
+    for got, exact in zip(out, data, strict=True):
+        np.testing.assert_array_equal(got[:TOKENS], exact[:TOKENS])
+
+
+def test_the_quality_sample_shows_k_and_v_of_each_layer(tmp_path: Path) -> None:
+    with open_mover(tmp_path, quant="k8v4", quality_sample=1.0) as mover:
+        offload(mover, values())
+        registry = mover.store.ledger.registry
+        for layer in ("0", "1"):
+            means = {}
+            for role in ("k", "v"):
+                labels = {"layer": layer, "role": role}
+                assert registry.get_sample_value("kvtier_relative_error_count", labels) == PAGES
+                total = registry.get_sample_value("kvtier_relative_error_sum", labels)
+                assert total is not None
+                means[role] = total / PAGES
+            assert 0.01 < means["k"] < 0.03 < 0.09 < means["v"] < 0.1
+    with open_mover(tmp_path / "other", quant="k8v4") as mover:
+        offload(mover, values())
+        name = "kvtier_relative_error_count"
+        assert mover.store.ledger.registry.get_sample_value(name, {"layer": "0", "role": "k"}) is None
