@@ -11,6 +11,8 @@
 #pragma GCC target("avx2")
 #endif
 
+#define KVTIER_PERMUTES  // there is an instruction that looks eight floats up
+
 namespace kvtier {
 namespace {
 #include "forms_impl.h"

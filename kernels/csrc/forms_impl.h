@@ -269,7 +269,7 @@ KVTIER_INLINE F8 values8(const uint8_t* data) {
   __builtin_memcpy(&word, data, 4);
   const W8 codes = all(word) >> W8{0, 4, 8, 12, 16, 20, 24, 28};
   const W8 signs = codes << 28 & all(kFloatSign);
-#if defined(__AVX2__) && !defined(__clang__)
+#if defined(KVTIER_PERMUTES) && !defined(__clang__)
   // One instruction, which looks at the lower three bits of each index.
   const F8 sizes = __builtin_shuffle(F8{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, I8(codes));
 #else

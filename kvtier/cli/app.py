@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import bench, calibrate, demo, eval_triattention, replay, serve, size
+from kvtier.cli import bench, calibrate, demo, eval_cold_page, eval_triattention, replay, serve, size
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -40,5 +40,6 @@ app.command()(serve.serve)
 app.command()(calibrate.calibrate)
 
 evaluations = typer.Typer(help="What a method costs and gains on a real model.", no_args_is_help=True)
+evaluations.command("cold-page")(eval_cold_page.evaluate)
 evaluations.command("triattention")(eval_triattention.evaluate)
 app.add_typer(evaluations, name="eval")
