@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.abc.tier import (
@@ -27,7 +27,7 @@ from kvtier.abc.tier import (
     StagingTier,
     Tier,
 )
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import UNPINNED, Lookup
 from kvtier.workers import WorkerPool
@@ -80,6 +80,7 @@ class TieredStore:
         self._evicted: dict[bytes, None] = {}
         self._evicted_lock = threading.Lock()
         self._room = threading.Condition()
+        self._filling = 0  # slots reserved, and neither committed nor aborted
         self._closed = False
         self._promoter = WorkerPool("kvtier-promote", promote_threads, partial(self._worker_error, "promote"))
         self._shared = tuple(t for t in self.lower if t.capabilities.shared)
@@ -107,6 +108,12 @@ class TieredStore:
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int], wait_s: float = 0.0) -> list[Slot | PutStatus]:
         """Host slots to fill, or why not. With `wait_s` it waits that long for pages being spilled to become evictable:
         for worker threads only. Every Slot must be given to `commit` or `abort`."""
+        return self._reserve(keys, nbytes, wait_s, lambda: True)
+
+    def _reserve(
+        self, keys: Sequence[bytes], nbytes: Sequence[int], wait_s: float, hope: Callable[[], bool]
+    ) -> list[Slot | PutStatus]:
+        """As `reserve`, but waits no longer than there is `hope` for room."""
         self._check_open()
         answers = self.host.reserve_many(keys, nbytes)
         give_up = time.monotonic() + wait_s
@@ -123,26 +130,37 @@ class TieredStore:
             if any(a is PutStatus.FULL for a in answers):
                 if any(isinstance(a, Slot) for a in answers):
                     break  # two writers that hold slots and wait for more would starve each other
+                if not hope():
+                    break
                 with self._room:
                     self._room.wait(min(left, 0.05))
+        with self._room:
+            self._filling += sum(isinstance(a, Slot) for a in answers)
         return answers
 
     def commit(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
-        """Publish filled slots, and write them through to the lower tiers in the background."""
+        """Publish filled slots, and write them through to the lower tiers in the background. Metas that no tier can
+        keep raise SpecError, and the slots are given back."""
         if not keys:
             return
-        self.host.commit_many(keys, slots, metas)
+        try:
+            self.host.commit_many(keys, slots, metas)
+        except SpecError:
+            self.abort(keys, slots)
+            raise
         for tier in self.lower:
             pins = self.host.pin_many(keys)
             here = [(key, pin) for key, pin in zip(keys, pins, strict=True) if pin != UNPINNED]
             if not self._spillers[tier.name].submit(partial(self._spill, tier, here)):
                 self._unpin([pin for _, pin in here])
-        self._unpin([slot.id for slot in slots])
+        self._filled(slots)
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back; nothing becomes visible."""
         self.host.abort_many(keys, slots)
-        self._notify_room()
+        with self._room:
+            self._filling -= len(slots)
+            self._room.notify_all()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove pages from every tier; from lower ones in the background, behind the spills that are queued."""
@@ -362,6 +380,9 @@ class TieredStore:
 
     def _promote(self, name: str, keys: list[bytes]) -> None:
         """Read pages of one lower tier into host slots, verified; runs in a worker."""
+        keys = self._still_wanted(keys)
+        if not keys:
+            return
         outcome: dict[bytes, MissReason | None] = dict.fromkeys(keys, MissReason.TIER_DOWN)
         try:
             start = next(i for i, tier in enumerate(self.lower) if tier.name == name)
@@ -376,6 +397,14 @@ class TieredStore:
         finally:
             self._arrived(outcome)
 
+    def _still_wanted(self, keys: list[bytes]) -> list[bytes]:
+        """Those that a request waits for; what the rest would push out of the host tier may be of use."""
+        with self._lock:
+            wanted = [key for key in keys if self._promoting.get(key)]
+            for key in set(keys).difference(wanted):
+                self._promoting.pop(key, None)
+        return wanted
+
     def _read(self, tier: Tier, keys: list[bytes]) -> dict[bytes, MissReason | None]:
         outcome: dict[bytes, MissReason | None] = {}
         here = []
@@ -385,7 +414,10 @@ class TieredStore:
             else:
                 here.append((key, nbytes))
         fill: list[tuple[bytes, Slot]] = []
-        answers = self.reserve([k for k, _ in here], [n for _, n in here], self._promote_deadline_s)
+        wanted = [key for key, _ in here]
+        answers = self._reserve(
+            wanted, [n for _, n in here], self._promote_deadline_s, lambda: self._room_can_come(wanted)
+        )
         for (key, _), answer in zip(here, answers, strict=True):
             if isinstance(answer, Slot):
                 fill.append((key, answer))
@@ -414,8 +446,21 @@ class TieredStore:
             )
             outcome.update({key: None for key, _, _ in committed})
             self._hand_over(tier.name, [key for key, _, _ in committed])
-            self._unpin([slot.id for _, slot, _ in committed])
+            self._filled([slot for _, slot, _ in committed])
         return outcome
+
+    def _room_can_come(self, keys: Sequence[bytes]) -> bool:
+        """Whether anything but the requests that wait for `keys` holds room in the host tier: where they fill it
+        themselves, they need not wait for more."""
+        if self._filling or not all(spiller.idle for spiller in self._spillers.values()):
+            return True
+        with self._lock:
+            waiting = {lookup.request_id for key in keys for lookup in self._promoting.get(key, ())}
+            return any(
+                lookup.pins.count(UNPINNED) < len(lookup.pins)
+                for request_id, lookup in self._lookups.items()
+                if request_id not in waiting
+            )
 
     def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
         """Pin committed pages for the requests that wait for them, while their writer still pins them."""
@@ -492,6 +537,12 @@ class TieredStore:
         if pins:
             self.host.unpin_many(pins)
             self._notify_room()
+
+    def _filled(self, slots: Sequence[Slot]) -> None:
+        """Let go of slots whose pages are committed."""
+        with self._room:
+            self._filling -= len(slots)
+        self._unpin([slot.id for slot in slots])
 
     def _notify_room(self) -> None:
         with self._room:

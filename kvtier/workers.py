@@ -31,6 +31,11 @@ class WorkerPool:
             self._jobs.put(job)
             return True
 
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted job has ended."""
+        return self._unfinished == 0
+
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until every submitted job has ended; False on timeout."""
         with self._idle:

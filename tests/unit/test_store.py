@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.abc.tier import GetStatus, PageMeta, PutStatus, Slot
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Slot
+from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.keys import checksum
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
@@ -240,6 +240,63 @@ def test_reserve_waits_for_pages_being_spilled(store: TieredStore, lower: DictTi
     assert put(store, 60, wait_s=0.1) is PutStatus.FULL
     lower.gate.set()
     assert isinstance(put(store, 60, wait_s=2.0), Slot)
+
+
+def put_below(lower: DictTier, pages: range) -> list[bytes]:
+    """Pages of three size classes, one slot each where the number is a multiple of 3."""
+    made = [(page_key(page), page_bytes(page)) for page in pages]
+    metas = [PageMeta(len(data), 1, 1, checksum(data, key), bytes(16)) for key, data in made]
+    lower.put_many([PutItem(key, meta, memoryview(data)) for (key, data), meta in zip(made, metas, strict=True)])
+    return [key for key, _ in made]
+
+
+def test_a_prefix_larger_than_the_host_tier_does_not_wait_for_room_it_holds_itself(lower: DictTier) -> None:
+    store = TieredStore(HostTier(16 * SLOT), [lower], promote_deadline_s=10.0)
+    wanted = put_below(lower, range(0, 180, 3))
+    start = time.monotonic()
+    lookup = store.lookup("r", wanted)
+    assert store.wait(lookup) == 16
+    assert time.monotonic() - start < 5.0
+    store.settle("r")
+    hits, misses = ledger(store)
+    assert hits == {"nvme": 16}
+    assert set(misses) <= {"no_room", "deadline"} and sum(misses.values()) == 44
+    store.close()
+
+
+def test_room_that_another_request_holds_is_waited_for(lower: DictTier) -> None:
+    store = TieredStore(HostTier(4 * SLOT), [lower], promote_deadline_s=10.0)
+    wanted = put_below(lower, range(0, 24, 3))
+    assert store.wait(store.lookup("first", wanted[:4])) == 4
+    second = store.lookup("second", wanted[4:])
+    assert store.wait(second, 0.2) == 0
+    assert second.pending
+    store.settle("first")
+    assert store.wait(second) == 4
+    store.close()
+
+
+def test_pages_that_no_request_waits_for_any_more_push_nothing_out(lower: DictTier) -> None:
+    store = TieredStore(HostTier(64 * SLOT), [lower], promote_deadline_s=10.0, promote_threads=1)
+    wanted = put_below(lower, range(0, 300, 3))
+    lower.gate.clear()
+    store.lookup("r", wanted)
+    store.settle("r")
+    lower.gate.set()
+    assert store.wait(store.lookup("next", wanted[-1:])) == 1
+    assert store.host.usage().stored_pages <= 16 + 1, "the batch that was under way, and the page asked for"
+    store.close()
+
+
+def test_a_record_that_no_tier_can_describe_gives_its_slot_back(store: TieredStore) -> None:
+    key, data = page_key(0), page_bytes(0)
+    meta = PageMeta(len(data), 1, 1, checksum(data, key), bytes(16), bytes(256))
+    (slot,) = store.reserve([key], [len(data)])
+    assert isinstance(slot, Slot)
+    with pytest.raises(SpecError, match="origin has 256 bytes"):
+        store.commit([key], [slot], [meta])
+    assert store.host.usage().used_bytes == 0
+    assert isinstance(put(store, 0), Slot), "nothing says that the page is there already"
 
 
 def test_a_failing_lower_tier_keeps_pages_in_host_and_counts(store: TieredStore, lower: DictTier) -> None:
