@@ -39,7 +39,7 @@ def quantize(x: Any, global_scale_log2: int = 0) -> tuple[Any, Any]:
         )
     data = np.empty((*bits.shape[:-1], bits.shape[-1] // 2), np.uint8)
     scales = np.empty((*bits.shape[:-1], bits.shape[-1] // GROUP), np.uint8)
-    if not _native.quantize(bits.reshape(-1), _CODES[name], k, data.reshape(-1), scales.reshape(-1)):
+    if bits.size and not _native.quantize(bits.reshape(-1), _CODES[name], k, data.reshape(-1), scales.reshape(-1)):
         where = np.argwhere(~np.isfinite(_floats(bits, name)))[0]
         raise CodecError(
             f"x holds NaN or infinity, first at index {tuple(int(i) for i in where)}; NVFP4 cannot represent them: "
@@ -92,6 +92,8 @@ def _is_torch(x: Any) -> bool:
 def _host_tensor(x: Any, what: str) -> Any:
     if x.device.type != "cpu":
         raise CodecError(f"{what} is on {x.device}; move it to the CPU first")
+    if str(x.layout) != "torch.strided":
+        raise CodecError(f"{what} has layout {x.layout}; convert it with to_dense() first")
     return x.detach().contiguous()
 
 
@@ -108,7 +110,7 @@ def _bits(x: Any) -> tuple[npt.NDArray[Any], str, bool]:
     if not isinstance(x, np.ndarray):
         raise CodecError(f"x is a {type(x).__name__}; give a torch tensor or a numpy array")
     name = _dtype_name(x.dtype)
-    contiguous = np.ascontiguousarray(x)
+    contiguous = np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("="))
     return (contiguous if name == "fp32" else contiguous.view(np.uint16)), name, False
 
 

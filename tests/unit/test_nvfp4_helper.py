@@ -57,9 +57,20 @@ def test_k_may_be_a_numpy_integer() -> None:
     np.testing.assert_array_equal(nvfp4.quantize(x, -3)[1], nvfp4.quantize(x, k)[1])
 
 
-def test_empty_is_empty() -> None:
-    data, scales = nvfp4.quantize(np.empty((0, 32), np.float32))
+@pytest.mark.parametrize(
+    "x", [np.empty((0, 32), np.float32), np.empty((0, 32), np.float16), torch.empty((0, 32), dtype=torch.bfloat16)]
+)
+def test_empty_is_empty(x: Any) -> None:
+    data, scales = nvfp4.quantize(x)
     assert data.shape == (0, 16) and scales.shape == (0, 2)
+    assert nvfp4.dequantize(data, scales, "fp32").shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_the_byte_order_of_an_array_does_not_matter(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(f"<{dtype}")
+    for native, swapped in zip(nvfp4.quantize(x), nvfp4.quantize(x.astype(f">{dtype}")), strict=True):
+        assert np.array_equal(native, swapped)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,7 @@ def test_empty_is_empty() -> None:
         (np.zeros((2, 32), np.int16), 0, "int16 cannot be used"),
         (torch.zeros(2, 32, dtype=torch.int8), 0, "int8 cannot be used"),
         ([1.0] * 16, 0, "x is a list; give"),
+        (torch.eye(16).to_sparse(), 0, "layout torch.sparse_coo; convert"),
         (np.zeros((2, 32), np.float32), 101, r"global_scale_log2 = 101: must be an integer in \[-100, 100\]"),
         (np.zeros((2, 32), np.float16), 5, r"global_scale_log2 = 5: must be an integer in \[-14, 4\] for fp16"),
         (np.zeros((2, 32), np.float32), 0.5, "global_scale_log2 = 0.5"),
