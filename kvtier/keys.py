@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, KEY_BYTES
@@ -106,13 +107,22 @@ def checksum(data: Any, key: bytes) -> bytes:
 
 def page_hashes(tokens: Sequence[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:
     """Chained SHA-256 per full page of `tokens`: equal hashes mean equal token prefixes. For connectors whose
-    engine has no page hashes of its own. Tokens are encoded as u32, little-endian."""
+    engine has no page hashes of its own. Tokens (also a numpy array or a torch tensor) are encoded as u32,
+    little-endian. Raises ConfigError for what is no sequence of token ids."""
     if page_tokens < 1:
         raise ConfigError(f"page_tokens = {page_tokens}, must be at least 1")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"token ids of shape {ids.shape} and type {ids.dtype}: give one sequence of integers, without a batch axis"
+        )
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < 1 << 32):
+        raise ConfigError(f"token ids from {ids.min()} to {ids.max()}: they must be from 0 to {(1 << 32) - 1}")
+    packed, stride = ids.astype("<u4").tobytes(), 4 * page_tokens
     hashes = []
-    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+    for start in range(0, len(packed) - stride + 1, stride):
         h = hashlib.sha256(parent)
-        h.update(b"".join(t.to_bytes(4, "little") for t in tokens[start : start + page_tokens]))
+        h.update(packed[start : start + stride])
         parent = h.digest()
         hashes.append(parent)
     return hashes

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -103,6 +104,27 @@ def test_page_hashes_chain_over_full_pages() -> None:
     assert page_hashes(tokens[64:], 64, parent=hashes[0]) == hashes[1:]
     with pytest.raises(ConfigError, match="page_tokens = 0"):
         page_hashes(tokens, 0)
+
+
+def test_page_hashes_take_arrays_of_token_ids() -> None:
+    tokens = list(range(150))
+    for kind in (np.int32, np.int64, np.uint32):
+        assert page_hashes(np.array(tokens, kind), 64) == page_hashes(tokens, 64)  # type: ignore[arg-type]
+    assert page_hashes([], 64) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([0.5] * 64, "float64: give one sequence of integers"),
+        ([list(range(64))], r"shape \(1, 64\).*without a batch axis"),
+        ([-1] * 64, "from -1 to -1: they must be from 0"),
+        ([1 << 32] * 64, "to 4294967296: they must be from 0 to 4294967295"),
+    ],
+)
+def test_what_is_no_sequence_of_token_ids_is_named(tokens: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        page_hashes(tokens, 64)
 
 
 def test_weights_fingerprint_sees_bytes_and_not_order() -> None:
