@@ -7,6 +7,7 @@ is fine: transformers makes new tensors).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class PrefixCache:
         self.mover = mover
         self.store = mover.store
         self._http: HttpExporter | None = None
+        self._restores = itertools.count()
 
     @staticmethod
     def open(
@@ -74,6 +76,7 @@ class PrefixCache:
         codec = open_codec(config)
         namespace = namespace_of(model, spec, codec, model_name=model_name, lora=lora, salt=config.salt)
         store = open_store(config)
+        mover: PageMover | None = None
         try:
             mover = PageMover(store, spec, namespace, codec, workers=config.workers, offload_wait_s=config.offload_wait)
             prefixes = PrefixCache(model, mover)
@@ -86,6 +89,8 @@ class PrefixCache:
                 )
             return prefixes
         except BaseException:
+            if mover is not None:
+                mover.close()
             store.close()
             raise
 
@@ -100,12 +105,16 @@ class PrefixCache:
     def restore(self, request_id: str, token_ids: Sequence[int]) -> Restored:
         """Bring back the longest stored prefix of `token_ids`, waiting for pages on their way up from lower tiers until
         the store's deadline. At least one token is always left to compute, since a model needs it to say what follows.
-        Every page that was looked up is counted before this returns. Blocks; never raises for what happens to pages."""
+        Every page that was looked up is counted before this returns. Blocks; never raises for what happens to pages.
+        Calls under way may share a `request_id`: each is counted by itself."""
         hashes = self._hashes(token_ids, len(token_ids) - 1)
         if not hashes:
             return Restored(DynamicCache(config=self._config), 0, {})
+        # Never the caller's id alone: two requests under one would load each other's pages.
+        request_id = f"{request_id}#{next(self._restores)}"
         lookup = self.store.lookup(request_id, self.mover.namespace.page_keys(hashes))
         try:
+            self.store.hold(lookup)
             pages = self.store.wait(lookup)
             self.store.hold(lookup, pages)
             arrays: list[torch.Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import urllib.request
@@ -309,6 +310,42 @@ def test_a_path_as_name_is_refused_and_nothing_stays_open(tmp_path: Path) -> Non
         open_cache(llama(), block(tmp_path), name=str(tmp_path))
     with open_cache(llama(), block(tmp_path)):
         pass
+
+
+def test_requests_under_one_id_never_get_each_others_pages(tmp_path: Path) -> None:
+    model, prompts = llama(), [tokens(4 * PAGE + 1, seed) for seed in range(3)]
+    with open_cache(model, block(tmp_path, host="128KiB")) as prefixes:
+        full = [layers(store(prefixes, model, ids)[0]) for ids in prompts]
+        wrong: list[str] = []
+
+        def ask(which: int) -> None:
+            for _ in range(60):
+                try:
+                    restored = prefixes.restore("one id", prompts[which])
+                except Exception as error:  # noqa: BLE001 - reported below, from the test's own thread
+                    wrong.append(repr(error))
+                    return
+                for got, expected in zip(layers(restored.cache), full[which], strict=True):
+                    if restored.tokens and not torch.equal(got, expected[:, :, : restored.tokens]):
+                        wrong.append(f"bytes of another prompt in the cache of prompt {which}")
+
+        threads = [threading.Thread(target=ask, args=(which,)) for which in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        counts = balanced(prefixes)
+        assert sum(counts.values()) == 3 * 60 * 4 and "corrupt" not in counts
+
+
+def test_a_failed_opening_leaves_no_thread(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="taken by another process"),
+    ):
+        open_cache(llama(), block(tmp_path, http={"port": taken.getsockname()[1]}))
+    assert [t.name for t in threading.enumerate() if t.name.startswith("kvtier")] == []
 
 
 def test_a_directory_that_is_open_elsewhere_is_named(tmp_path: Path) -> None:
