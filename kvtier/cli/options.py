@@ -15,6 +15,13 @@ def at_least(minimum: int, **options: int | None) -> None:
             raise ConfigError(f"{_flag(name)} {value}: give a number from {minimum} up")
 
 
+def at_most(maximum: int, **options: int) -> None:
+    """Raise ConfigError for the first option, by its Python name, whose value is above `maximum`."""
+    for name, value in options.items():
+        if value > maximum:
+            raise ConfigError(f"{_flag(name)} {value}: give a number up to {maximum}")
+
+
 def check_sizes(**options: str | None) -> None:
     """Raise ConfigError for the first option, by its Python name, that is no size in bytes."""
     for name, value in options.items():

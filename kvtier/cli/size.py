@@ -9,11 +9,15 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.options import at_least
+from kvtier.cli.options import at_least, at_most
 from kvtier.errors import ConfigError
 from kvtier.spec import BufferSpec, Coding, Codings, ColdLayout, DType, GlobalScale, PageSpec, Role
 
 app = typer.Typer(help="Bytes of one KV page, hot and cold.", no_args_is_help=True)
+
+
+_LAYERS_MAX = 100_000
+"""Every layer is laid out by itself: many more, surely a typing error, would take minutes."""
 
 
 class SizeCodec(str, Enum):
@@ -63,6 +67,7 @@ def mha(
 ) -> None:
     """MHA, MQA and GQA: K and V in every layer."""
     at_least(1, layers=layers, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens)
+    at_most(_LAYERS_MAX, layers=layers)
     at_least(0, rotary_dim=rotary_dim)
     spec = PageSpec.mha(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=tokens, dtype=dtype, rotary_dim=rotary_dim
@@ -88,6 +93,7 @@ def mla(
 ) -> None:
     """MLA: one latent row per token and layer; index keys of sparse attention are stored losslessly."""
     at_least(1, layers=layers, latent_dim=latent_dim, tokens=tokens, index_page_bytes=index_page_bytes)
+    at_most(_LAYERS_MAX, layers=layers)
     at_least(0, rope_dim=rope_dim, index_buffers=index_buffers)
     if index_buffers > layers:
         raise ConfigError(f"--index-buffers {index_buffers} is more than --layers {layers}: at most one per layer")
@@ -110,13 +116,13 @@ def _lossless(layer: int, nbytes: int) -> BufferSpec:
 
 
 def _layout(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope) -> ColdLayout:
-    if codec is SizeCodec.RAW:
-        return ColdLayout.of(spec, quantize=False)
     if codec is SizeCodec.NVFP4:
         rotary = _ROPE_CODINGS[rope]
         return ColdLayout.of(spec, quantize=True, global_scale=global_scale, codings=Codings(rotary=rotary))
     if rope is not SizeRope.NVFP4 or global_scale is not GlobalScale.PAGE:
         raise ConfigError(f"--rope and --global-scale belong to --codec nvfp4, not to {codec.value}; leave them out")
+    if codec is SizeCodec.RAW:
+        return ColdLayout.of(spec, quantize=False)
     return ColdLayout.of(spec, quantize=True, codings=Codings(key=_KEY_CODINGS[codec]))
 
 

@@ -107,6 +107,8 @@ def test_the_table_shows_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
         ("mha --layers 0 --kv-heads 1 --head-dim 16", ("--layers", "0", "from 1 up")),
         ("mha --layers 1 --kv-heads 1 --head-dim -16", ("--head-dim", "-16", "from 1 up")),
         ("mha --layers 1 --kv-heads 1 --head-dim 16 --codec k8v4 --rope fp8", ("--rope", "k8v4", "leave")),
+        ("mha --layers 1 --kv-heads 1 --head-dim 16 --codec raw --rope fp8", ("--rope", "raw", "leave")),
+        ("mha --layers 100001 --kv-heads 1 --head-dim 16", ("--layers 100001", "up to 100000")),
         ("mha --layers 1 --kv-heads 1 --head-dim 16 --rope keep", ("rotary", "leave")),
         ("mha --layers 1 --kv-heads 1 --head-dim 16 --tokens 8 --codec nvfp4_token", ("nvfp4_token", "16", "8")),
         ("mha --layers 1 --kv-heads 1 --head-dim 16 --tokens 8 --codec nvfp4_offset", ("nvfp4_offset", "16", "8")),
