@@ -20,6 +20,8 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {unit + "B": 1000**i for i, unit in enumerate("KMGT", 1)}
 _UNITS |= {unit + "IB": 1024**i for i, unit in enumerate("KMGT", 1)}
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST_S = 3650 * 86400.0
+"""Longer times, infinity among them, cannot be waited for: the clocks of locks end before."""
 
 
 def parse_bytes(value: object) -> int:
@@ -47,7 +49,16 @@ def parse_seconds(value: object) -> float:
         number = float(match[1]) * _SECONDS[match[2]]
     if not number > 0:
         raise ValueError("must be larger than 0, such as 2s")
+    if number > _LONGEST_S:
+        raise ValueError("must be at most 3650d")
     return number
+
+
+def parse_directory(value: object) -> object:
+    """A path that names a directory somewhere; whether it can be used is seen when it is opened."""
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ValueError("must name a directory, such as /var/lib/kvtier")
+    return value
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -121,7 +132,7 @@ class NvmeTierConfig(_Block):
     """Pages in segment files in a directory of a local disk. `capacity` is per node; a rank takes its share."""
 
     type: Literal["nvme"]
-    path: Annotated[Path, Field(strict=False)]
+    path: Annotated[Path, Field(strict=False), BeforeValidator(parse_directory)]
     capacity: Bytes
     io_threads: Annotated[int, Field(ge=1, le=64)] = 8
 
@@ -247,6 +258,8 @@ def _once(methods: tuple[ColdPageConfig | TriAttentionConfig, ...]) -> None:
 
 def parse_config(block: Mapping[str, Any]) -> Config:
     """Validate a block given as a mapping."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"the configuration is {block!r}; give a mapping of options, with 'tiers' among them")
     try:
         return Config.model_validate(dict(block))
     except ValidationError as error:
@@ -275,9 +288,11 @@ def load_compression(path: str | Path) -> tuple[ColdPageConfig | TriAttentionCon
 
 def _read(path: str | Path, option: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {str(path)!r} is not text in UTF-8: {error}; give a YAML file") from None
     try:
         block = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -287,6 +302,14 @@ def _read(path: str | Path, option: str) -> dict[str, Any]:
             f"config file {str(path)!r} must hold a mapping with the option {option!r}, got {type(block).__name__}"
         )
     return dict(block)
+
+
+_MESSAGES = {
+    "tuple_type": "must be a list",
+    "model_type": "must be a mapping of options",
+    "model_attributes_type": "must be a mapping of options",
+}
+"""Where pydantic would speak of Python's types to people who write YAML."""
 
 
 def _explain(error: Any) -> str:
@@ -301,7 +324,9 @@ def _explain(error: Any) -> str:
         return f"unknown option {where!r} (value {value!r}); remove it or check its spelling"
     if kind == "missing":
         return f"option {where!r} is missing; give it a value"
-    message = str(error["msg"]).removeprefix("Value error, ")
+    if kind == "union_tag_not_found":
+        return f"option {where!r} = {value!r}: {error['ctx']['discriminator']} is missing; it says what the rest means"
+    message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ")
     if kind == "value_error" and not where:
         return message
     return f"option {where!r} = {value!r}: {message}"

@@ -83,6 +83,14 @@ def test_a_block_of_methods_alone(tmp_path: Path) -> None:
         ({"tiers": [{"type": "host", "capacity": -1}]}, ["tiers[0].capacity", "-1", "larger than 0"]),
         ({"tiers": [{"type": "host", "capacity": "4 lightyears"}]}, ["tiers[0].capacity", "4 lightyears", "64GiB"]),
         ({"tiers": [{"type": "tape", "capacity": 1}]}, ["tiers[0]", "tape", "'host', 'nvme'"]),
+        ({"tiers": 5}, ["'tiers' = 5", "must be a list"]),
+        ({"tiers": [5]}, ["'tiers[0]' = 5", "must be a mapping"]),
+        ({"tiers": [{"capacity": 5}]}, ["'tiers[0]'", "'type' is missing"]),
+        ({"tiers": [HOST, {**NVME, "path": ""}]}, ["'tiers[1].path' = ''", "must name a directory"]),
+        ({"tiers": [HOST, {**NVME, "path": "a\0b"}]}, ["tiers[1].path", "must name a directory"]),
+        ({"tiers": [HOST], "http": 5}, ["'http' = 5", "must be a mapping"]),
+        ({"tiers": [HOST], "promote_deadline": float("inf")}, ["promote_deadline", "inf", "at most 3650d"]),
+        ({"tiers": [HOST], "offload_wait": float("nan")}, ["offload_wait", "nan", "larger than 0"]),
         ({"tiers": [{**HOST, "colour": 1}]}, ["unknown option", "tiers[0].colour", "1"]),
         ({"tiers": [HOST], "teirs": 3}, ["unknown option", "teirs"]),
         ({"tiers": [HOST], "workers": 0}, ["workers", "0", "greater than or equal to 1"]),
@@ -173,6 +181,15 @@ def test_files(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match=r"absent\.yaml.*cannot be read"):
         load_config(tmp_path / "absent.yaml")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("block", [None, 5, "tiers", ["tiers"]])
+def test_a_block_that_is_no_mapping_is_named(block: Any) -> None:
+    with pytest.raises(ConfigError, match="give a mapping of options"):
+        parse_config(block)
 
 
 @pytest.mark.parametrize(
