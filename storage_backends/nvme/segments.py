@@ -10,17 +10,20 @@ import errno
 import logging
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.abc.tier import SLOT_ALIGN
-from kvtier.errors import TierPathError
+from kvtier.errors import ConfigError, TierPathError
 from kvtier.storage_backends.slots.extents import Region
 
 _log = logging.getLogger(__name__)
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_FILES_MAX = 1 << 15
+_FILES_OF_OTHERS = 64
 _NAME = re.compile(r"segment-(\d{6})")
 
 
@@ -30,6 +33,7 @@ class SegmentFiles:
     def __init__(self, tier: str, directory: Path, capacity_bytes: int, segment_bytes: int) -> None:
         self.segment_bytes = segment_bytes
         self._directory = directory
+        _check_files(tier, directory, capacity_bytes, segment_bytes)
         self._sizes = [
             min(segment_bytes, capacity_bytes - at) // SLOT_ALIGN * SLOT_ALIGN
             for at in range(0, capacity_bytes, segment_bytes)
@@ -137,6 +141,20 @@ class SegmentFiles:
 
     def _path(self, i: int) -> Path:
         return self._directory / f"segment-{i:06d}"
+
+
+def _check_files(tier: str, directory: Path, capacity_bytes: int, segment_bytes: int) -> None:
+    """Raise ConfigError where the capacity takes more files than may be open: a directory keeps the segment size that
+    it was made with, however much its capacity grows."""
+    files = -(-capacity_bytes // segment_bytes)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _FILES_MAX if limit == resource.RLIM_INFINITY else min(_FILES_MAX, limit - _FILES_OF_OTHERS)
+    if files > allowed:
+        raise ConfigError(
+            f"{tier} tier: capacity = {capacity_bytes} bytes in {str(directory)!r}, which was made with files of "
+            f"{segment_bytes}, takes {files} open files, {allowed} can be had; lower the capacity, raise the limit "
+            "(ulimit -n), or name a new directory, whose files will be larger"
+        )
 
 
 def _preallocate(fd: int, size: int) -> None:

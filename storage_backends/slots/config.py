@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.errors import ConfigError
 
+_CAPACITY_MAX = 1 << 60
+
 
 def check_capacity(tier: str, capacity_bytes: int) -> int:
     """The capacity rounded down to whole slots' granularity; ConfigError where not even one slot fits."""
@@ -12,6 +14,10 @@ def check_capacity(tier: str, capacity_bytes: int) -> int:
         raise ConfigError(
             f"{tier} tier: capacity = {capacity_bytes} bytes is less than one slot; set at least {SLOT_ALIGN} bytes, "
             "or leave the tier out"
+        )
+    if capacity_bytes > _CAPACITY_MAX:
+        raise ConfigError(
+            f"{tier} tier: capacity = {capacity_bytes} bytes cannot be addressed; set at most {_CAPACITY_MAX} bytes"
         )
     return capacity_bytes // SLOT_ALIGN * SLOT_ALIGN
 

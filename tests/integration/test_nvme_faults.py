@@ -421,6 +421,18 @@ def test_a_capacity_beyond_the_disk_is_refused_and_leaves_no_files(
     NvmeTier(tmp_path, CAPACITY_BYTES).close()
 
 
+def test_a_capacity_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"capacity = 1\d{30} bytes cannot be addressed; set at most"):
+        NvmeTier(tmp_path / "d", 10**30)
+
+
+def test_a_capacity_that_takes_too_many_files_is_refused_at_once(tmp_path: Path) -> None:
+    NvmeTier(tmp_path, CAPACITY_BYTES, segment_bytes=4096).close()
+    with pytest.raises(ConfigError, match=r"capacity = 1099511627776 .* 268435456 open files.* name a new directory"):
+        NvmeTier(tmp_path, 1 << 40)
+    NvmeTier(tmp_path, CAPACITY_BYTES).close()
+
+
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     with pytest.raises(TierPathError, match="is a file"):
