@@ -132,7 +132,7 @@ def decode_page(
     for part in like:
         if part.coding == "raw":
             raw: npt.NDArray[Any] = _take(cold, part.data_offset, part.values.nbytes).copy()
-            decoded = raw.view(part.values.dtype).reshape(part.values.shape)
+            decoded: npt.NDArray[Any] = raw.view(part.values.dtype).reshape(part.values.shape)
         else:
             k = 0
             if table_offset >= 0 and part.coding in _WITH_K:
