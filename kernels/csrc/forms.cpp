@@ -52,7 +52,8 @@ void load_head(const FormKernels& kernels, const FormPart& part, int64_t head, f
 void store_head(const FormKernels& kernels, const FormPart& part, int64_t head, const float* x) {
   const BufferPlan& b = part.plan;
   const float inverse = 1.0f / b.fp8_scale();
-  for (int64_t t = 0; t < part.tokens; ++t) kernels.store(x + t * b.dim, b.dim, dtype_of(b), inverse, row_of(part, head, t));
+  for (int64_t t = 0; t < part.tokens; ++t) 
+    kernels.store(x + t * b.dim, b.dim, dtype_of(b), inverse, part.stream, row_of(part, head, t));
 }
 
 // Where the bytes of one head begin.
@@ -107,8 +108,8 @@ void encode_tokens(const FormKernels& kernels, const FormPart& part, const float
       std::memset(side, 0, size_t(b.dim * 2));
       continue;
     }
-    kernels.encode_token(x + t * b.dim, valid, b.dim, global_scale, step_table(part.k), coded_of(b),
-                         data + t * b.dim / 2, scales, middles.data());
+    kernels.encode_token(x + t * b.dim, valid, b.dim, global_scale, coded_of(b), data + t * b.dim / 2, scales,
+                         middles.data());
     std::memcpy(side, middles.data(), size_t(b.dim * 2));
   }
 }
@@ -162,13 +163,11 @@ bool encode_form(const FormPart& part, uint8_t* cold) {
     switch (coding) {
       case Coding::kNvfp4: encode_plain(kernels, rows, part, scratch, h, data, scales); break;
       case Coding::kTwoFp4:
-        kernels.encode_two(x, valid / kGroup, global_scale, step_table(part.k), data, scales);
+        kernels.encode_two(x, valid / kGroup, global_scale, data, scales);
         bytes_per_32_values = 32, scales_per_32_values = 4;
         break;
       case Coding::kOffset:
-        for (int64_t t = 0; t < part.tokens; ++t)
-          kernels.encode_offset(x + t * b.dim, scratch.mean.data(), b.dim / kGroup, global_scale, step_table(part.k),
-                                data + t * b.dim / 2, scales + t * b.dim / kGroup);
+        kernels.encode_offset(x, scratch.mean.data(), b.dim / kGroup, valid / kGroup, global_scale, data, scales);
         break;
       case Coding::kToken:
         encode_tokens(kernels, part, x, data, scales, cold + at.side);

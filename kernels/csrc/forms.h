@@ -10,7 +10,7 @@ namespace kvtier {
 struct FormKernels {
   // Hot elements to floats and back. `fp8` is used for FP8 elements only.
   void (*load)(const uint8_t* hot, int64_t dim, DType dtype, const Fp8Values* fp8, float* x);
-  void (*store)(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, uint8_t* hot);
+  void (*store)(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, bool stream, uint8_t* hot);
   // FP8 elements to FP16 bits, and decoded low bytes back to FP8 elements.
   void (*widen)(const uint8_t* hot, int64_t dim, const Fp8Values& fp8, uint16_t* half);
   void (*narrow)(const uint16_t* decoded, int64_t dim, uint8_t* hot);
@@ -19,15 +19,15 @@ struct FormKernels {
   // Mean over `rows` rows: bits of the coded type, and what they are worth.
   void (*mean)(const float* x, int64_t rows, int64_t dim, DType coded, uint16_t* bits, float* values);
 
-  void (*encode_two)(const float* x, int64_t groups, float global_scale, const StepTable&, uint8_t* data, uint8_t* scales);
+  void (*encode_two)(const float* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales);
   void (*decode_two)(const uint8_t* data, const uint8_t* scales, int64_t groups, const StepTable&, float* x);
-  void (*encode_offset)(const float* x, const float* mean, int64_t groups, float global_scale, const StepTable&,
+  // Rows of `row_groups` groups, one behind the other.
+  void (*encode_offset)(const float* x, const float* mean, int64_t row_groups, int64_t groups, float global_scale,
                         uint8_t* data, uint8_t* scales);
   void (*decode_offset)(const uint8_t* data, const uint8_t* scales, const float* mean, int64_t groups, const StepTable&,
                         float* x);
   // 16 tokens, of which `rows` are valid. data: dim / 2 bytes per token; scales and middles: one per channel.
-  void (*encode_token)(const float* x, int64_t rows, int64_t dim, float global_scale, const StepTable&, DType coded,
-                       uint8_t* data, uint8_t* scales, uint16_t* middles);
+  void (*encode_token)(const float* x, int64_t rows, int64_t dim, float global_scale, DType coded, uint8_t* data, uint8_t* scales, uint16_t* middles);
   void (*decode_token)(const uint8_t* data, const uint8_t* scales, const float* middles, int64_t rows, int64_t dim,
                        const StepTable&, float* x);
   // One row. The result tells whether a value clipped; encode_fp8_mean sets *centred.
@@ -52,6 +52,7 @@ struct FormPart {
   uint8_t* page;
   int64_t tokens;
   int k;
+  bool stream;  // decoded rows are written around the cache; the caller fences
 };
 uint16_t fp8_amax(const FormPart& part);
 bool encode_form(const FormPart& part, uint8_t* cold);

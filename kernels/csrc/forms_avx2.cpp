@@ -1,6 +1,8 @@
 // The forms for CPUs with AVX2: the same loops, other instructions.
 #if defined(__x86_64__)
 
+#include <immintrin.h>
+
 // Before the target changes, so that what the headers define stays runnable everywhere.
 #include "forms.h"
 
@@ -11,7 +13,7 @@
 #pragma GCC target("avx2")
 #endif
 
-#define KVTIER_PERMUTES  // there is an instruction that looks eight floats up
+#define KVTIER_HAVE_AVX2
 
 namespace kvtier {
 namespace {

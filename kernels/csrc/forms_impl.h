@@ -1,9 +1,6 @@
 // The loops behind FormKernels, included once per instruction set, inside an unnamed namespace. Written so that compilers
 // make vectors of them: fixed trip counts, no calls, no branches, sums in the order of vector lanes.
 
-constexpr float kHalfStep = 6291456.0f;  // 1.5 * 2^22: a float that large has steps of 0.5, and so on
-constexpr float kOneStep = 12582912.0f;
-constexpr float kTwoStep = 25165824.0f;
 constexpr uint32_t kFloatSign = 0x80000000u;
 
 inline uint32_t to_bits(float x) {
@@ -76,22 +73,6 @@ void load(const uint8_t* hot, int64_t dim, DType dtype, const Fp8Values* fp8, fl
   }
 }
 
-void store(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, uint8_t* hot) {
-  switch (dtype) {
-    case DType::kBF16:
-      for (int64_t i = 0; i < dim; ++i) put_hot(hot, i, brain_bits(x[i]));
-      break;
-    case DType::kFP16:
-      for (int64_t i = 0; i < dim; ++i) put_hot(hot, i, half_bits(x[i]));
-      break;
-    case DType::kFP8:
-      for (int64_t i = 0; i < dim; ++i) hot[i] = eight_bits(x[i] * inverse_fp8_scale);
-      break;
-    default:
-      for (int64_t i = 0; i < dim; ++i) put_hot(hot, i, brain_value(brain_bits(x[i])));
-  }
-}
-
 void widen(const uint8_t* hot, int64_t dim, const Fp8Values& fp8, uint16_t* half) {
   for (int64_t i = 0; i < dim; ++i) half[i] = fp8.half[hot[i]];
 }
@@ -153,8 +134,53 @@ KVTIER_INLINE F8 load8(const float* x) {
 KVTIER_INLINE void store8(float* x, F8 v) { __builtin_memcpy(x, &v, 32); }
 KVTIER_INLINE F8 magnitude(F8 x) { return F8(W8(x) & ~all(kFloatSign)); }
 KVTIER_INLINE W8 sign(F8 x) { return W8(x) & all(kFloatSign); }
+#if defined(KVTIER_HAVE_AVX2)
+KVTIER_INLINE F8 larger(F8 a, F8 b) { return F8(_mm256_max_ps(__m256(b), __m256(a))); }
+KVTIER_INLINE F8 smaller(F8 a, F8 b) { return F8(_mm256_min_ps(__m256(b), __m256(a))); }
+#else
 KVTIER_INLINE F8 larger(F8 a, F8 b) { return a < b ? b : a; }
 KVTIER_INLINE F8 smaller(F8 a, F8 b) { return b < a ? b : a; }
+#endif
+
+// Eight 16-bit values. `stream` writes around the cache, to an address that is a multiple of 16.
+KVTIER_INLINE void put16(W8 values, uint8_t* at, bool stream) {
+  typedef uint16_t Half8 __attribute__((vector_size(16)));
+  const Half8 halves = __builtin_convertvector(values, Half8);
+#if defined(KVTIER_HAVE_AVX2)
+  if (stream) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(at), reinterpret_cast<__m128i>(halves));
+    return;
+  }
+#endif
+  (void)stream;
+  __builtin_memcpy(at, &halves, 16);
+}
+
+KVTIER_INLINE W8 brain8(F8 x) { return (W8(x) + all(0x7FFFu) + (W8(x) >> 16 & all(1u))) >> 16; }
+KVTIER_INLINE W8 half8(F8 x) {
+  const W8 b = W8(x) & ~all(kFloatSign);
+  const W8 small = W8(F8(b) + all(0.5f)) - all(0x3F000000u);
+  const W8 rounded = ((b + all(0xFFFu) + (b >> 13 & all(1u))) >> 13) - all(112u << 10);
+  const W8 normal = rounded < all(0x7C00u) ? rounded : all(0x7C00u);
+  return (b < all(0x38800000u) ? small : normal) | (W8(x) & all(kFloatSign)) >> 16;
+}
+
+void store(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, bool stream, uint8_t* hot) {
+  stream = stream && reinterpret_cast<uintptr_t>(hot) % 16 == 0;
+  switch (dtype) {
+    case DType::kBF16:
+      for (int64_t i = 0; i < dim; i += 8) put16(brain8(load8(x + i)), hot + 2 * i, stream);
+      break;
+    case DType::kFP16:
+      for (int64_t i = 0; i < dim; i += 8) put16(half8(load8(x + i)), hot + 2 * i, stream);
+      break;
+    case DType::kFP8:
+      for (int64_t i = 0; i < dim; ++i) hot[i] = eight_bits(x[i] * inverse_fp8_scale);
+      break;
+    default:
+      for (int64_t i = 0; i < dim; ++i) put_hot(hot, i, brain_value(brain_bits(x[i])));
+  }
+}
 
 // Lanes i and i + 4, then + 2, then + 1.
 KVTIER_INLINE float sum_lanes(F8 x) {
@@ -163,22 +189,6 @@ KVTIER_INLINE float sum_lanes(F8 x) {
   x = x + KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6);
   return x[0];
 }
-KVTIER_INLINE float largest_lane(F8 x) {
-  x = larger(x, KVTIER_SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3));
-  x = larger(x, KVTIER_SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5));
-  x = larger(x, KVTIER_SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6));
-  return x[0];
-}
-
-// Scale code of a magnitude, as scale_code() has it.
-KVTIER_INLINE uint32_t scale_bits(float amax, float global_scale) {
-  float wanted = global_scale * (amax * (1.0f / 6.0f));
-  wanted = wanted > 0.015625f ? wanted : 0.015625f;
-  wanted = wanted < 448.0f ? wanted : 448.0f;
-  const uint32_t b = to_bits(wanted);
-  return ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - (120u << 3);
-}
-
 // e2m1 code without sign of a magnitude in steps, and what it is worth: adding a number whose last bit is one step rounds.
 struct Rounded {
   W8 code;
@@ -186,12 +196,11 @@ struct Rounded {
 };
 KVTIER_INLINE Rounded round_e2m1(F8 steps) {
   const F8 t = smaller(steps, all(6.0f));
-  const F8 large = t < all(2.0f) ? all(kHalfStep) : t < all(4.0f) ? all(kOneStep) : all(kTwoStep);
-  const W8 base = t < all(2.0f)   ? all(0x4AC00000u)
-                  : t < all(4.0f) ? all(0x4B400000u - 2u)
-                                  : all(0x4BC00000u - 4u);
+  // The power of two below it, from 1 up; 1.5 * 2^22 times that has steps of half of it.
+  const F8 power = larger(F8(W8(t) & all(0x7F800000u)), all(1.0f));
+  const F8 large = F8(W8(power) + all(0x0B400000u));
   const F8 sum = t + large;
-  return {W8(sum) - base, sum - large};
+  return {W8(sum) - W8(large) + (W8(power) >> 22) - all(254u), sum - large};
 }
 
 // Codes of eight neighbours to nibbles in their places; the lanes are to be joined.
@@ -215,51 +224,142 @@ KVTIER_INLINE void pack16(W8 first, W8 second, uint8_t* data) {
   __builtin_memcpy(data, words, 8);
 }
 
-// 16 values as codes with their sign in bit 3, and what is left of them.
-struct Group {
-  W8 code[2];
-  F8 rest[2];
-  uint32_t scale;
-};
-KVTIER_INLINE Group quantize16(F8 x0, F8 x1, float global_scale, const StepTable& table) {
-  Group g;
-  g.scale = scale_bits(largest_lane(larger(magnitude(x0), magnitude(x1))), global_scale);
-  const F8 inverse = all(table.inverse[g.scale]), step = all(table.step[g.scale]);
-  const F8 x[2] = {x0, x1};
-  for (int i = 0; i < 2; ++i) {
-    const Rounded r = round_e2m1(magnitude(x[i] * inverse));
-    g.code[i] = r.code | sign(x[i]) >> 28;
-    g.rest[i] = x[i] - F8(W8(r.magnitude * step) | sign(x[i]));
-  }
-  return g;
+// Sums or maxima of eight registers, one per lane, in the order of sum_lanes.
+template <bool kSum>
+KVTIER_INLINE F8 join(F8 a, F8 b) {
+  return kSum ? a + b : larger(a, b);
+}
+template <bool kSum>
+KVTIER_INLINE F8 reduce8(const F8* v) {
+  F8 s[4], t[2];
+  for (int i = 0; i < 4; ++i)
+    s[i] = join<kSum>(KVTIER_SHUFFLE2(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11),
+                      KVTIER_SHUFFLE2(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15));
+  for (int i = 0; i < 2; ++i)
+    t[i] = join<kSum>(KVTIER_SHUFFLE2(s[2 * i], s[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13),
+                      KVTIER_SHUFFLE2(s[2 * i], s[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15));
+  const F8 u = join<kSum>(KVTIER_SHUFFLE2(t[0], t[1], 0, 2, 8, 10, 4, 6, 12, 14),
+                          KVTIER_SHUFFLE2(t[0], t[1], 1, 3, 9, 11, 5, 7, 13, 15));
+  return KVTIER_SHUFFLE(u, 0, 4, 1, 5, 2, 6, 3, 7);
 }
 
-KVTIER_INLINE float squares16(F8 a, F8 b) { return sum_lanes(a * a + b * b); }
+// What scale codes of normal size are worth.
+KVTIER_INLINE F8 steps_of(W8 scales, float global) { return F8((scales << 20) + all(120u << 23)) * all(global); }
 
-void encode_two(const float* x, int64_t groups, float global_scale, const StepTable& table, uint8_t* data,
-                uint8_t* scales) {
-  for (int64_t g = 0; g < groups; ++g, x += 16, data += 16, scales += 2) {
-    const Group first = quantize16(load8(x), load8(x + 8), global_scale, table);
-    const Group second = quantize16(first.rest[0], first.rest[1], global_scale, table);
-    pack16(first.code[0], first.code[1], data);
-    pack16(second.code[0], second.code[1], data + 8);
-    scales[0] = uint8_t(first.scale), scales[1] = uint8_t(second.scale);
+// Scale codes of eight magnitudes, as scale_code() has them.
+KVTIER_INLINE W8 scales_of(F8 amax, float global_scale) {
+  const F8 wanted = smaller(larger(all(global_scale) * (amax * all(1.0f / 6.0f)), all(0.015625f)), all(448.0f));
+  return ((W8(wanted) + all(0x7FFFFu) + (W8(wanted) >> 20 & all(1u))) >> 20) - all(120u << 3);
+}
+
+constexpr int kBlock = 8;  // groups that are encoded at a time
+
+// Eight groups as codes with their sign in bit 3, and what is left of them.
+struct Block {
+  W8 code[2 * kBlock];
+  F8 rest[2 * kBlock];
+  W8 scales;
+};
+KVTIER_INLINE void quantize_block(const F8* x, float global_scale, Block& block) {
+  F8 most[kBlock];
+  for (int g = 0; g < kBlock; ++g) most[g] = larger(magnitude(x[2 * g]), magnitude(x[2 * g + 1]));
+  block.scales = scales_of(reduce8<false>(most), global_scale);
+  float steps[8], inverses[8];
+  const F8 step = steps_of(block.scales, 1.0f / global_scale);
+  store8(steps, step);
+  store8(inverses, all(1.0f) / step);
+  for (int i = 0; i < 2 * kBlock; ++i) {
+    const Rounded r = round_e2m1(magnitude(x[i]) * all(inverses[i / 2]));
+    block.code[i] = r.code | sign(x[i]) >> 28;
+    block.rest[i] = x[i] - F8(W8(r.magnitude * all(steps[i / 2])) | sign(x[i]));
+  }
+}
+
+// Up to eight groups, the missing ones as zeros.
+KVTIER_INLINE void load_block(const float* x, int64_t groups, F8* block) {
+  for (int i = 0; i < 2 * kBlock; ++i) block[i] = i < 2 * groups ? load8(x + 8 * i) : all(0.0f);
+}
+
+void encode_two(const float* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales) {
+  for (int64_t g = 0; g < groups; g += kBlock) {
+    F8 values[2 * kBlock];
+    Block first, second;
+    const int64_t count = groups - g < kBlock ? groups - g : kBlock;
+    load_block(x + g * 16, count, values);
+    quantize_block(values, global_scale, first);
+    quantize_block(first.rest, global_scale, second);
+    for (int64_t i = 0; i < count; ++i) {
+      pack16(first.code[2 * i], first.code[2 * i + 1], data + (g + i) * 16);
+      pack16(second.code[2 * i], second.code[2 * i + 1], data + (g + i) * 16 + 8);
+      scales[2 * (g + i)] = uint8_t(first.scales[i]), scales[2 * (g + i) + 1] = uint8_t(second.scales[i]);
+    }
   }
 }
 
 KVTIER_INLINE W8 positive_zeros(W8 codes) { return codes == all(8u) ? all(0u) : codes; }
 
-void encode_offset(const float* x, const float* mean, int64_t groups, float global_scale, const StepTable& table,
+// Scales of eight groups, their sums of squared errors, and what their values are to be multiplied with.
+struct Tried {
+  W8 scales;
+  F8 errors;
+  F8 inverses;
+};
+template <class At>
+KVTIER_INLINE Tried try_block(At&& at, float global_scale) {
+  F8 values[kBlock];
+  for (int g = 0; g < kBlock; ++g) values[g] = larger(magnitude(at(g, 0)), magnitude(at(g, 8)));
+  const W8 scales = scales_of(reduce8<false>(values), global_scale);
+  const F8 step = steps_of(scales, 1.0f / global_scale), inverse = all(1.0f) / step;
+  float steps[8], inverses[8];
+  store8(steps, step);
+  store8(inverses, inverse);
+  for (int g = 0; g < kBlock; ++g) {
+    const F8 a = magnitude(at(g, 0)), b = magnitude(at(g, 8)), s = all(steps[g]), i = all(inverses[g]);
+    // The square does not know the sign.
+    const F8 left = a - round_e2m1(a * i).magnitude * s, right = b - round_e2m1(b * i).magnitude * s;
+    values[g] = left * left + right * right;
+  }
+  return {scales, reduce8<true>(values), inverse};
+}
+
+void encode_offset(const float* x, const float* mean, int64_t row_groups, int64_t groups, float global_scale,
                    uint8_t* data, uint8_t* scales) {
-  for (int64_t g = 0; g < groups; ++g, x += 16, mean += 16, data += 8) {
-    const F8 a = load8(x), b = load8(x + 8);
-    const Group plain = quantize16(a, b, global_scale, table);
-    const Group off = quantize16(a - load8(mean), b - load8(mean + 8), global_scale, table);
-    const bool take = squares16(off.rest[0], off.rest[1]) < squares16(plain.rest[0], plain.rest[1]);
-    scales[g] = uint8_t(take ? off.scale | 0x80u : plain.scale);
-    const W8 taken = all(take ? 0xFFFFFFFFu : 0u);
-    pack16((positive_zeros(off.code[0]) & taken) | (plain.code[0] & ~taken),
-           (positive_zeros(off.code[1]) & taken) | (plain.code[1] & ~taken), data);
+  int64_t column = 0;  // of the mean, in groups
+  for (int64_t g = 0; g < groups; g += kBlock) {
+    float rest[16 * kBlock] = {};
+    const float* block = x + g * 16;
+    const int64_t count = groups - g < kBlock ? groups - g : kBlock;
+    if (count < kBlock) {
+      __builtin_memcpy(rest, block, size_t(count) * 64);
+      block = rest;
+    }
+    const float* means[kBlock];
+    for (const float*& m : means) {
+      m = mean + column * 16;
+      column = column + 1 == row_groups ? 0 : column + 1;
+    }
+    const auto value = [&](int64_t n, int at) { return load8(block + n * 16 + at); };
+    const auto distance = [&](int64_t n, int at) { return load8(block + n * 16 + at) - load8(means[n] + at); };
+    const Tried plain = try_block(value, global_scale), off = try_block(distance, global_scale);
+    const W8 taken = W8(off.errors < plain.errors);
+    const W8 stored = ((off.scales | all(0x80u)) & taken) | (plain.scales & ~taken);
+    float inverses[8];
+    uint32_t take[8], chosen[8];
+    store8(inverses, F8((W8(off.inverses) & taken) | (W8(plain.inverses) & ~taken)));
+    __builtin_memcpy(take, &taken, 32);
+    __builtin_memcpy(chosen, &stored, 32);
+    for (int64_t n = 0; n < count; ++n) {
+      const W8 mask = all(take[n]), minus_zero = mask & all(8u);
+      const F8 inverse = all(inverses[n]);
+      W8 codes[2];
+      for (int half = 0; half < 2; ++half) {
+        const F8 from = value(n, 8 * half) - F8(W8(load8(means[n] + 8 * half)) & mask);
+        const W8 code = round_e2m1(magnitude(from) * inverse).code | sign(from) >> 28;
+        codes[half] = code & ~(W8(code == minus_zero) & mask);
+      }
+      scales[g + n] = uint8_t(chosen[n]);
+      pack16(codes[0], codes[1], data + (g + n) * 8);
+    }
   }
 }
 
@@ -269,9 +369,10 @@ KVTIER_INLINE F8 values8(const uint8_t* data) {
   __builtin_memcpy(&word, data, 4);
   const W8 codes = all(word) >> W8{0, 4, 8, 12, 16, 20, 24, 28};
   const W8 signs = codes << 28 & all(kFloatSign);
-#if defined(KVTIER_PERMUTES) && !defined(__clang__)
+#if defined(KVTIER_HAVE_AVX2)
   // One instruction, which looks at the lower three bits of each index.
-  const F8 sizes = __builtin_shuffle(F8{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, I8(codes));
+  const F8 table = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const F8 sizes = F8(_mm256_permutevar8x32_ps(__m256(table), __m256i(codes)));
 #else
   const W8 size = codes & all(7u);
   const F8 small = __builtin_convertvector(I8(size), F8) * all(0.5f);
@@ -299,20 +400,20 @@ void decode_offset(const uint8_t* data, const uint8_t* scales, const float* mean
   }
 }
 
-KVTIER_INLINE F8 rounded_to(DType coded, F8 x, uint16_t* bits) {
-  float values[8];
-  store8(values, x);
-  if (coded == DType::kFP16)
-    for (int i = 0; i < 8; ++i) bits[i] = half_bits(values[i]), values[i] = half_value(bits[i]);
-  else
-    for (int i = 0; i < 8; ++i) bits[i] = brain_bits(values[i]), values[i] = brain_value(bits[i]);
-  return load8(values);
+KVTIER_INLINE F8 half_values(W8 bits) {
+  const W8 size = bits & all(0x7FFFu);
+  const F8 small = __builtin_convertvector(I8(size), F8) * all(5.9604644775390625e-8f);  // 2^-24
+  const F8 normal = F8((size << 13) + all(112u << 23));
+  return F8(W8(size < all(0x400u) ? small : normal) | (bits & all(0x8000u)) << 16);
 }
 
-// What scale codes of normal size are worth.
-KVTIER_INLINE F8 steps_of(W8 scales, float global) { return F8((scales << 20) + all(120u << 23)) * all(global); }
+KVTIER_INLINE F8 rounded_to(DType coded, F8 x, uint16_t* bits) {
+  const W8 rounded = coded == DType::kFP16 ? half8(x) : brain8(x);
+  put16(rounded, reinterpret_cast<uint8_t*>(bits), false);
+  return coded == DType::kFP16 ? half_values(rounded) : F8(rounded << 16);
+}
 
-void encode_token(const float* x, int64_t rows, int64_t dim, float global_scale, const StepTable&, DType coded,
+void encode_token(const float* x, int64_t rows, int64_t dim, float global_scale, DType coded,
                   uint8_t* data, uint8_t* scales, uint16_t* middles) {
   for (int64_t c = 0; c < dim; c += 8) {
     F8 low = load8(x + c), high = low;
@@ -323,8 +424,7 @@ void encode_token(const float* x, int64_t rows, int64_t dim, float global_scale,
     const F8 middle = rounded_to(coded, low * all(0.5f) + high * all(0.5f) + all(0.0f), middles + c);
     // Rounding keeps order, so the farthest values are the lowest and the highest.
     const F8 amax = larger(magnitude(low - middle), magnitude(high - middle));
-    const F8 wanted = smaller(larger(all(global_scale) * (amax * all(1.0f / 6.0f)), all(0.015625f)), all(448.0f));
-    const W8 codes = ((W8(wanted) + all(0x7FFFFu) + (W8(wanted) >> 20 & all(1u))) >> 20) - all(120u << 3);
+    const W8 codes = scales_of(amax, global_scale);
     for (int i = 0; i < 8; ++i) scales[c + i] = uint8_t(codes[i]);
     const F8 inverse = all(1.0f) / steps_of(codes, 1.0f / global_scale);
     for (int64_t r = 0; r < rows; ++r) {
@@ -352,17 +452,43 @@ KVTIER_INLINE F8 round_eight(F8 x) {
   return t < all(0.015625f) ? small : F8(normal);
 }
 
-inline bool encode_eight(const float* x, int64_t dim, uint8_t* data) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < dim; ++i) {
-    const uint32_t magnitude = to_bits(x[i]) & ~kFloatSign;
-    most = magnitude > most ? magnitude : most;
-  }
-  for (int64_t i = 0; i < dim; ++i) data[i] = eight_bits(x[i]);
-  return most > 0x43E80000u;  // 464
+KVTIER_INLINE W8 eight8(F8 x) {
+  const F8 t = smaller(magnitude(x), all(448.0f));
+  const W8 small = W8(t + all(16384.0f)) - all(0x46800000u);
+  const W8 normal = ((W8(t) + all(0x7FFFFu) + (W8(t) >> 20 & all(1u))) >> 20) - all(120u << 3);
+  return (t < all(0.015625f) ? small : normal) | sign(x) >> 24;
 }
 
-bool encode_fp8(const float* x, int64_t dim, uint8_t* data) { return encode_eight(x, dim, data); }
+KVTIER_INLINE void put8(W8 codes, uint8_t* data) {
+#if defined(KVTIER_HAVE_AVX2)
+  const __m256i words = _mm256_packus_epi32(__m256i(codes), __m256i(codes));
+  const __m256i bytes = _mm256_packus_epi16(words, words);
+  const uint32_t halves[2] = {uint32_t(_mm256_extract_epi32(bytes, 0)), uint32_t(_mm256_extract_epi32(bytes, 4))};
+  __builtin_memcpy(data, halves, 8);
+#else
+  typedef uint8_t Byte8 __attribute__((vector_size(8)));
+  const Byte8 bytes = __builtin_convertvector(codes, Byte8);
+  __builtin_memcpy(data, &bytes, 8);
+#endif
+}
+
+// Whether a magnitude lies above 464.
+KVTIER_INLINE bool clips(F8 most) {
+  float lanes[8];
+  store8(lanes, most);
+  bool any = false;
+  for (float lane : lanes) any |= lane > 464.0f;
+  return any;
+}
+
+bool encode_fp8(const float* x, int64_t dim, uint8_t* data) {
+  F8 most = all(0.0f);
+  for (int64_t at = 0; at < dim; at += 8) {
+    most = larger(most, magnitude(load8(x + at)));
+    put8(eight8(load8(x + at)), data + at);
+  }
+  return clips(most);
+}
 
 bool encode_fp8_mean(const float* x, const float* mean, int64_t dim, uint8_t* data, bool* centred) {
   float error = 0.0f, off_error = 0.0f;
@@ -374,21 +500,19 @@ bool encode_fp8_mean(const float* x, const float* mean, int64_t dim, uint8_t* da
       rest[i] = magnitude(value) - round_eight(magnitude(value));
       off_rest[i] = magnitude(d) - round_eight(magnitude(d));
     }
-    error += squares16(rest[0], rest[1]);
-    off_error += squares16(off_rest[0], off_rest[1]);
+    error += sum_lanes(rest[0] * rest[0] + rest[1] * rest[1]);
+    off_error += sum_lanes(off_rest[0] * off_rest[0] + off_rest[1] * off_rest[1]);
   }
   *centred = off_error < error;
-  if (!*centred) return encode_eight(x, dim, data);
-  uint32_t most = 0;
-  for (int64_t i = 0; i < dim; ++i) {
-    const uint32_t magnitude = to_bits(x[i] - mean[i]) & ~kFloatSign;
-    most = magnitude > most ? magnitude : most;
+  const W8 taken = all(*centred ? 0xFFFFFFFFu : 0u);
+  F8 most = all(0.0f);
+  for (int64_t at = 0; at < dim; at += 8) {
+    const F8 value = load8(x + at) - F8(W8(load8(mean + at)) & taken);
+    most = larger(most, magnitude(value));
+    const W8 code = eight8(value);
+    put8(code == (all(0x80u) & taken) ? all(0u) : code, data + at);
   }
-  for (int64_t i = 0; i < dim; ++i) {
-    const uint8_t code = eight_bits(x[i] - mean[i]);
-    data[i] = code == 0x80 ? uint8_t(0) : code;
-  }
-  return most > 0x43E80000u;
+  return clips(most);
 }
 
 void decode_fp8(const uint8_t* data, const float* mean, int64_t dim, float* x) {

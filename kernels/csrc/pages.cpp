@@ -168,7 +168,7 @@ Span dense(Span span, int64_t item_bytes) {
 
 // Largest magnitude of the valid rows as bits of the coded type.
 uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, const Span& cold_order) {
-  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 0});
+  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 0, false});
   const Span span = dense(cold_order, item_bytes(b));
   if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
   return uint16_t(kernels.amax16(span.rows, span.dim));
@@ -248,7 +248,7 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
     }
     if (direct(b))
       quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), choice.k, cold);
-    else if (!encode_form({b, page, tokens, choice.k}, cold))
+    else if (!encode_form({b, page, tokens, choice.k, false}, cold))
       return kOutOfRange;
   }
   return kAccepted;
@@ -334,7 +334,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       if (direct(b))
         dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), k, stream);
       else if (b.compressed())
-        decode_form({b, page, tokens, k}, cold);
+        decode_form({b, page, tokens, k, stream}, cold);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
@@ -363,7 +363,7 @@ void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
       if (direct(b))
         dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, k, false);
       else
-        decode_form({dense_plan, decoded.data(), tokens, k}, cold);
+        decode_form({dense_plan, decoded.data(), tokens, k, false}, cold);
       Fp8Values fp8;
       if (dtype_of(b) == DType::kFP8) fill(fp8, b.fp8_scale());
       const uint8_t* page = page_address(b, batch.page_ids[i]);

@@ -173,6 +173,7 @@ KVTIER_AVX2_INLINE void encode_run(const Run& run, const Ahead& ahead, const Enc
 template <int kItemSize>
 KVTIER_AVX2 void encode(const Rows& src, int64_t groups, const Ahead& ahead, const EncodeTable& table, uint8_t* data,
                         uint8_t* scales) {
+  if (groups < 1) return;
   const int64_t per_run = groups < kRunGroups ? kRunGroups / groups : 1;
   for (int64_t o = 0; o < src.count[0]; ++o)
     for (int64_t i = 0; i < src.count[1]; i += per_run) {

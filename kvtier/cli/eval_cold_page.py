@@ -38,7 +38,7 @@ Layers = list[tuple["torch.Tensor", "torch.Tensor"]]
 @dataclass(frozen=True, slots=True)
 class Record:
     """One form at one length. kl: nats per token, mean over windows; kl_max: of the worst window. top1: share of tokens
-    whose likeliest successor is the same. key_nll: nats per token of the pass keys, None where they were not asked for.
+    whose likeliest successor is the same. key_nll: nats per token of the pass keys, at the first length only.
     bytes_per_value: of the stored K and V. compressed: share of the restored pages that were stored in the form.
     kl_again: after a second trip, None if not measured. offset: whether keys had one."""
 
@@ -101,6 +101,7 @@ def evaluate(
     for length in lengths:
         texts = bench.windows(windows, length + continuation)
         records += bench.measure(texts, length, cases, again=again, keys=pass_keys)
+        pass_keys = None  # they do not depend on the length
     if as_json:
         sys.stdout.write(json.dumps([asdict(record) for record in records]) + "\n")
         return
@@ -124,7 +125,7 @@ class ColdPageEval:
         return ColdPageEval(model, transformers.AutoTokenizer.from_pretrained(path))
 
     def windows(self, count: int, tokens: int) -> torch.Tensor:
-        """``[count, tokens]``: stretches of the shipped agent sessions, spread over them."""
+        """``[count, tokens]``: stretches of the shipped agent sessions, spread over them; long ones overlap."""
         import torch
 
         from kvtier.cli.sessions import load_turns
@@ -132,9 +133,9 @@ class ColdPageEval:
         last = {turn.session: turn.prompt + turn.output for turn in load_turns()}
         text = "\n\n".join(last.values())
         ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        if len(ids) < count * tokens:
+        if len(ids) < tokens + count:
             raise ConfigError(
-                f"{count} windows of {tokens} tokens: the text has only {len(ids)}; give fewer or shorter"
+                f"{count} windows of {tokens} tokens: the text has only {len(ids)}; give shorter ones"
             )
         starts = [n * (len(ids) - tokens) // max(1, count - 1) for n in range(count)]
         return torch.tensor([ids[start : start + tokens] for start in starts])

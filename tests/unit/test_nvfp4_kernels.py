@@ -211,3 +211,9 @@ def test_k_is_the_smallest_that_fits_and_stays(dtype: str) -> None:
         assert amax <= 2784 * 2.0**k or k == high
         assert k == low or amax > 2784 * 2.0 ** (k - 1)
     assert reference.select_k(0.0, dtype) == reference.K_LIMITS[dtype][0]
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_nothing_is_quantized_to_nothing(isa: str, dtype: str) -> None:
+    data, scales = native_quantize(reference.from_float32(np.zeros((0, 16), np.float32), dtype), dtype, 0)
+    assert data.size == scales.size == 0
