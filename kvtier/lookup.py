@@ -132,6 +132,12 @@ class Lookup:
         self.pins = [UNPINNED] * len(self.keys)
         return pins
 
+    def give_up_last(self, pages: int, behind: int) -> list[int]:
+        """Turn up to `pages` pinned pages with an index above `behind`, the last ones first, into misses for want of
+        room; returns their pins for release."""
+        last = [i for i in range(behind + 1, len(self.keys)) if self.pins[i] != UNPINNED][-pages:]
+        return [pin for i in last for pin in self.fail(i, MissReason.NO_ROOM)]
+
     def fail(self, index: int, reason: MissReason) -> list[int]:
         """Turn page `index` into a miss; returns the pin to release, if there was one."""
         pin, self.pins[index] = self.pins[index], UNPINNED

@@ -389,6 +389,11 @@ class TieredStore:
             left = keys
             for tier in self.lower[start:]:
                 outcome.update(self._read(tier, left))
+                # Pages that found no room while slots were held for others ask again without: only then may they wait.
+                asked = len(left)
+                while 0 < len(full := [key for key in left if outcome[key] is MissReason.NO_ROOM]) < asked:
+                    asked = len(full)
+                    outcome.update(self._read(tier, full))
                 left = [key for key in left if outcome[key] not in (None, MissReason.NO_ROOM)]
                 if not left:
                     break
@@ -415,9 +420,7 @@ class TieredStore:
                 here.append((key, nbytes))
         fill: list[tuple[bytes, Slot]] = []
         wanted = [key for key, _ in here]
-        answers = self._reserve(
-            wanted, [n for _, n in here], self._promote_deadline_s, lambda: self._room_can_come(wanted)
-        )
+        answers = self._reserve(wanted, [n for _, n in here], self._promote_deadline_s, lambda: self._make_way(wanted))
         for (key, _), answer in zip(here, answers, strict=True):
             if isinstance(answer, Slot):
                 fill.append((key, answer))
@@ -449,18 +452,24 @@ class TieredStore:
             self._filled([slot for _, slot, _ in committed])
         return outcome
 
-    def _room_can_come(self, keys: Sequence[bytes]) -> bool:
-        """Whether anything but the requests that wait for `keys` holds room in the host tier: where they fill it
-        themselves, they need not wait for more."""
-        if self._filling or not all(spiller.idle for spiller in self._spillers.values()):
-            return True
+    def _make_way(self, keys: Sequence[bytes]) -> bool:
+        """Whether room in the host tier may come for pages that requests wait for. Where nothing but those requests
+        holds it, they give up their last pages for these, which come before them."""
+        released: list[int] = []
         with self._lock:
-            waiting = {lookup.request_id for key in keys for lookup in self._promoting.get(key, ())}
-            return any(
-                lookup.pins.count(UNPINNED) < len(lookup.pins)
-                for request_id, lookup in self._lookups.items()
-                if request_id not in waiting
-            )
+            waiting = {lookup.request_id: lookup for key in keys for lookup in self._promoting.get(key, ())}
+            if not waiting:
+                return False
+            if self._filling or not all(spiller.idle for spiller in self._spillers.values()):
+                return True
+            for request_id, lookup in self._lookups.items():
+                if request_id not in waiting and lookup.pins.count(UNPINNED) < len(lookup.pins):
+                    return True
+            for lookup in waiting.values():
+                first = min((lookup.loading[key] for key in keys if key in lookup.loading), default=len(lookup.keys))
+                released += lookup.give_up_last(len(keys), first)
+        self._unpin(released)
+        return bool(released)
 
     def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
         """Pin committed pages for the requests that wait for them, while their writer still pins them."""

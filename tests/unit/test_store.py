@@ -264,6 +264,24 @@ def test_a_prefix_larger_than_the_host_tier_does_not_wait_for_room_it_holds_itse
     store.close()
 
 
+def test_the_end_of_a_prefix_gives_way_to_its_beginning(lower: DictTier) -> None:
+    """The host tier holds the last pages of a prefix that does not fit: they are of no use without the first ones."""
+    store = TieredStore(HostTier(8 * SLOT), [lower], promote_deadline_s=10.0)
+    for page in range(0, 60, 3):
+        put(store, page, wait_s=2.0)
+    assert store.flush(5.0)
+    start = time.monotonic()
+    lookup = store.lookup("r", keys(*range(0, 60, 3)))
+    assert store.wait(lookup) == 8
+    assert time.monotonic() - start < 5.0
+    for page, (slot, meta) in zip(range(0, 24, 3), lookup.ready_slots(8), strict=True):
+        assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
+    store.settle("r")
+    hits, misses = ledger(store)
+    assert hits == {"nvme": 8} and sum(misses.values()) == 12 and "absent" not in misses
+    store.close()
+
+
 def test_room_that_another_request_holds_is_waited_for(lower: DictTier) -> None:
     store = TieredStore(HostTier(4 * SLOT), [lower], promote_deadline_s=10.0)
     wanted = put_below(lower, range(0, 24, 3))
