@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("connectors", "kernels", "storage_backends")
+LEAVES = ("kvtier.codecs.lossless",)
+"""Modules of the core that need an extra, and say which."""
 NOT_SHIPPED = {".cpp", ".h", ".hpp", ".pyc", ".so"}
 
 USE = """
@@ -24,11 +26,17 @@ import importlib, importlib.util, json, pkgutil, sys
 import kvtier, kvtier.kernels._native
 core = [m.name for m in pkgutil.walk_packages(kvtier.__path__, "kvtier.", onerror=lambda name: None)]
 core = [name for name in core if name.split(".")[1] not in ("cli", "connectors", "kernels", "testing")]
+from kvtier.errors import MissingExtraError
+leaves = []
 for name in core:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except MissingExtraError:
+        leaves.append(name)
 folders = ("connectors", "kernels", "storage_backends")
 print(json.dumps({
-    "modules": len(core),
+    "modules": len(core) - len(leaves),
+    "leaves": leaves,
     "bare": [n for n in folders if importlib.util.find_spec(n)],
     "folders": [n for n in folders if importlib.util.find_spec("kvtier." + n)],
     "extras": sorted({"torch", "transformers", "redis", "triton"} & set(sys.modules)),
@@ -117,6 +125,8 @@ def use(wheel: Path, folder: Path) -> int:
         raise CheckError(f"importable without kvtier.: {seen['bare']}")
     if seen["folders"] != list(LINKED):
         raise CheckError(f"importable below kvtier: {seen['folders']}, should be {list(LINKED)}")
+    if seen["leaves"] != list(LEAVES):
+        raise CheckError(f"modules that need an extra: {seen['leaves']}, should be {list(LEAVES)}")
     if seen["extras"]:
         raise CheckError(f"loaded without being asked for: {seen['extras']}")
     size = json.loads(run(folder / "venv/bin/kvtier", *SIZE.split(), "--json", cwd=folder))
