@@ -11,6 +11,7 @@ from kvtier.abc.codec import Codec
 from kvtier.abc.tier import RemovalListener, StagingTier, Tier
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
+from kvtier.errors import ConfigError
 from kvtier.store import TieredStore
 
 TIERS = {
@@ -28,6 +29,12 @@ def open_store(
     A rank takes its share of each capacity, and directories of its own: ``<path>/<shard>/rank<r>``. With several ranks
     pins never end by a clock, since ranks must answer alike.
     """
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"rank = {rank} of ranks = {ranks}: ranks are counted from 0 and there must be more of them")
+    if Path(shard).is_absolute() or ".." in Path(shard).parts:
+        raise ConfigError(
+            f"shard = {shard!r}: it is a folder's name inside the tier's path; give a relative one without '..'"
+        )
     opened: list[Tier] = []
     try:
         for tier in config.tiers:  # one by one: what was opened before a failure is closed again

@@ -231,6 +231,8 @@ class Config(_Block):
                 f"tiers = {kinds}: the first tier must be of type host, and only the first; "
                 "put {type: host, capacity: ...} at the front"
             )
+        if len(set(kinds)) != len(kinds):
+            raise ValueError(f"tiers = {kinds}: each type may be given once; leave the second one out")
         _once(self.kv_cache_compression_config)
         return self
 

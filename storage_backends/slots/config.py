@@ -10,6 +10,8 @@ _CAPACITY_MAX = 1 << 60
 
 def check_capacity(tier: str, capacity_bytes: int) -> int:
     """The capacity rounded down to whole slots' granularity; ConfigError where not even one slot fits."""
+    if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
+        raise ConfigError(f"{tier} tier: capacity = {capacity_bytes!r} is no whole number of bytes; give an int")
     if capacity_bytes < SLOT_ALIGN:
         raise ConfigError(
             f"{tier} tier: capacity = {capacity_bytes} bytes is less than one slot; set at least {SLOT_ALIGN} bytes, "

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import pytest
 
 from kvtier.build import open_codec, open_store
 from kvtier.config import Config, parse_config
-from kvtier.errors import SpecError
+from kvtier.errors import ConfigError, SpecError
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
@@ -254,6 +255,22 @@ def test_after_close_pages_are_refused_and_counted(tmp_path: Path) -> None:
     result = mover.offload(HotPool.of(SPEC, arrays(), HotLayout.NHD), HASHES, range(PAGES)).result(1.0)
     assert result.outcomes == {OffloadOutcome.CLOSED: PAGES}
     mover.store.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"ranks": 0}, "rank = 0 of ranks = 0"),
+        ({"rank": 2, "ranks": 2}, "rank = 2 of ranks = 2"),
+        ({"rank": -1}, "rank = -1"),
+        ({"shard": "../other"}, r"shard = '../other': .* without"),
+        ({"shard": "/other"}, "shard = '/other'"),
+    ],
+)
+def test_a_place_outside_the_tiers_directory_is_refused(tmp_path: Path, place: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(config(tmp_path), **place)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_models_geometry_is_refused(tmp_path: Path) -> None:

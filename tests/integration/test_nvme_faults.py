@@ -19,6 +19,7 @@ import pytest
 
 from kvtier.abc.tier import GetStatus, PutItem, PutStatus
 from kvtier.errors import ConfigError, TierPathError
+from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
 from kvtier.testing.tiers import check_counters
@@ -419,6 +420,14 @@ def test_a_capacity_beyond_the_disk_is_refused_and_leaves_no_files(
     assert not list(tmp_path.glob("segment-*"))
     monkeypatch.undo()
     NvmeTier(tmp_path, CAPACITY_BYTES).close()
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", 4096.5, None, True])
+def test_a_capacity_that_is_no_number_of_bytes_is_refused(tmp_path: Path, capacity: Any) -> None:
+    with pytest.raises(ConfigError, match="no whole number of bytes"):
+        NvmeTier(tmp_path / "d", capacity)
+    with pytest.raises(ConfigError, match="no whole number of bytes"):
+        HostTier(capacity)
 
 
 def test_a_capacity_that_no_file_can_have_is_refused(tmp_path: Path) -> None:

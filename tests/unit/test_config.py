@@ -83,6 +83,7 @@ def test_a_block_of_methods_alone(tmp_path: Path) -> None:
         ({"tiers": [{"type": "host", "capacity": -1}]}, ["tiers[0].capacity", "-1", "larger than 0"]),
         ({"tiers": [{"type": "host", "capacity": "4 lightyears"}]}, ["tiers[0].capacity", "4 lightyears", "64GiB"]),
         ({"tiers": [{"type": "tape", "capacity": 1}]}, ["tiers[0]", "tape", "'host', 'nvme'"]),
+        ({"tiers": [HOST, NVME, NVME]}, ["tiers = ['host', 'nvme', 'nvme']", "each type may be given once"]),
         ({"tiers": 5}, ["'tiers' = 5", "must be a list"]),
         ({"tiers": [5]}, ["'tiers[0]' = 5", "must be a mapping"]),
         ({"tiers": [{"capacity": 5}]}, ["'tiers[0]'", "'type' is missing"]),
