@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import PageMeta, PutStatus, Slot
 from kvtier.codecs import registry
-from kvtier.errors import SpecError
+from kvtier.errors import ConfigError, SpecError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
@@ -113,6 +113,8 @@ class PageMover:
             raise SpecError(
                 f"the namespace was made for codec policy {namespace.codec}, not {policy_of(codec).encoded()}"
             )
+        if workers < 1:
+            raise ConfigError(f"workers = {workers}: must be at least 1, or nothing would ever move")
         self.store = store
         self.spec = spec
         self.namespace = namespace

@@ -65,6 +65,13 @@ class TieredStore:
         names = [host.name, *(t.name for t in lower)]
         if len(set(names)) != len(names):
             raise ConfigError(f"tiers = {names}: every tier needs a name of its own")
+        for option, value in (
+            ("promote_deadline_s", promote_deadline_s),
+            ("lease_s", lease_s),
+            ("promote_threads", promote_threads),
+        ):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option} = {value}: must be larger than 0")
         self.host = host
         self.lower = tuple(lower)
         self.ledger = ledger if ledger is not None else Ledger(names)

@@ -257,6 +257,12 @@ def test_after_close_pages_are_refused_and_counted(tmp_path: Path) -> None:
     mover.store.close()
 
 
+def test_a_mover_without_workers_is_refused(mover: PageMover) -> None:
+    codec = open_codec(config(Path("unused")))
+    with pytest.raises(ConfigError, match="workers = 0: must be at least 1"):
+        PageMover(mover.store, SPEC, mover.namespace, codec, workers=0)
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

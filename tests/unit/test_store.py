@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -352,6 +353,15 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     with pytest.raises(ClosedError):
         store.reserve(keys(0), [10])
     store.close()
+
+
+@pytest.mark.parametrize(
+    "option", [{"promote_deadline_s": 0.0}, {"promote_deadline_s": -1.0}, {"lease_s": 0.0}, {"promote_threads": 0}]
+)
+def test_options_that_cannot_work_are_named(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigError, match=f"{name} = {value}: must be larger than 0"):
+        TieredStore(HostTier(SLOT), **option)
 
 
 def test_names_must_differ() -> None:
