@@ -40,7 +40,11 @@ class Lookup:
     @property
     def ready_pages(self) -> int:
         """Length of the prefix that is verified and pinned in host memory."""
-        return self.pins.index(UNPINNED) if UNPINNED in self.pins else len(self.pins)
+        pins = self.pins
+        try:  # one search: read without the lock, a page may arrive between two of them
+            return pins.index(UNPINNED)
+        except ValueError:
+            return len(pins)
 
     @property
     def pending(self) -> bool:

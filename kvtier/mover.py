@@ -339,8 +339,8 @@ class PageMover:
         returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page, then decodes layer
         by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad is
         quarantined and becomes a miss; nothing of the load may then be used."""
+        self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         pins = lookup.ready_slots(skip + len(page_ids))[skip:]
-        self.store.hold(lookup)
         ticket: Ticket[OnboardResult] = Ticket()
         job = partial(self._onboard, ticket, lookup, pins, skip, pool, page_ids, on_layer)
         if not self._in.submit(job):

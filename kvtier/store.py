@@ -225,16 +225,20 @@ class TieredStore:
             self._classify(lookup)
             return lookup
 
-    def hold(self, lookup: Lookup, pages: int | None = None) -> None:
+    def hold(self, lookup: Lookup, pages: int | None = None) -> bool:
         """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
-        pages: what arrives from now on is too late for it, and must not be counted as a hit."""
+        pages: what arrives from now on is too late for it, and must not be counted as a hit. False, and nothing is
+        held, if the lease ended before: its pins are gone."""
         with self._lock:
+            if self._lookups.get(lookup.request_id) is not lookup:
+                return False
             lookup.held = True
             if pages is None:
-                return
+                return True
             self._stop_waiting(lookup)
             released = lookup.use(pages)
         self._unpin(released)
+        return True
 
     def wait(self, lookup: Lookup, timeout_s: float | None = None) -> int:
         """Block until nothing more can extend the ready prefix (or `timeout_s`); returns the ready pages. For callers

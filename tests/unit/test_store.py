@@ -12,6 +12,7 @@ import pytest
 from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Slot
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.keys import checksum
+from kvtier.lookup import Lookup
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
@@ -380,3 +381,38 @@ def test_usage_adds_up_after_all_of_it(store: TieredStore, lower: DictTier) -> N
     check_usage(store.host.usage())
     check_usage(lower.usage())
     assert ledger(store)[0]["host"] >= 40
+
+
+def test_a_lookup_whose_lease_ended_is_not_held(lower: DictTier) -> None:
+    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=0.0)
+    put(store, 1)
+    lookup = store.lookup("r", keys(1))
+    assert lookup.ready_pages == 1
+    time.sleep(0.001)
+    store._drop_expired()  # what a writer does that needs room
+    assert not store.hold(lookup) and not store.hold(lookup, 1)
+    again = store.lookup("r", keys(1))
+    assert store.hold(again, 1)
+    store._drop_expired()
+    assert store.open_requests() == ["r"]
+    store.settle("r")
+    store.close()
+
+
+def test_a_page_may_arrive_while_the_ready_prefix_is_measured(lower: DictTier) -> None:
+    class Arriving(list[int]):
+        """Another thread pins the last page right after this one has seen that it is missing."""
+
+        def __contains__(self, pin: object) -> bool:
+            found = super().__contains__(pin)
+            self[:] = range(len(self))
+            return found
+
+    store = TieredStore(HostTier(8 * SLOT), [lower])
+    lookup = Lookup("r", 1.0, store.host)
+    lookup.keys = keys(1, 2)
+    lookup.loading = {lookup.keys[1]: 1}
+    lookup.pins = Arriving([0, -1])
+    assert lookup.pending
+    assert lookup.ready_pages in (1, 2)
+    store.close()
