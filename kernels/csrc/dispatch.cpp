@@ -11,7 +11,7 @@ namespace {
 std::vector<const RowKernels*> supported() {
   std::vector<const RowKernels*> sets;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) sets.push_back(&kAvx2Rows);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) sets.push_back(&kAvx2Rows);
 #endif
   sets.push_back(&kScalarRows);
   return sets;

@@ -1,4 +1,4 @@
-// The forms for CPUs with AVX2: the same loops, other instructions.
+// The forms for CPUs with AVX2 and F16C: the same loops, other instructions.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -7,10 +7,10 @@
 #include "forms.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,f16c")
 #endif
 
 #define KVTIER_HAVE_AVX2

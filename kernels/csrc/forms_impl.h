@@ -59,6 +59,17 @@ inline void put_hot(uint8_t* hot, int64_t i, T x) {
   __builtin_memcpy(hot + i * int64_t(sizeof(T)), &x, sizeof(T));
 }
 
+inline void load_half(const uint8_t* hot, int64_t dim, float* x) {
+#if defined(KVTIER_HAVE_AVX2)
+  for (int64_t i = 0; i < dim; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(hot + 2 * i));
+    _mm256_storeu_ps(x + i, _mm256_cvtph_ps(half));
+  }
+#else
+  for (int64_t i = 0; i < dim; ++i) x[i] = half_value(hot_at<uint16_t>(hot, i));
+#endif
+}
+
 template <class Load>
 inline void map_rows(int64_t n, float* x, Load&& load) {
   for (int64_t i = 0; i < n; ++i) x[i] = load(i);
@@ -67,7 +78,7 @@ inline void map_rows(int64_t n, float* x, Load&& load) {
 void load(const uint8_t* hot, int64_t dim, DType dtype, const Fp8Values* fp8, float* x) {
   switch (dtype) {
     case DType::kBF16: map_rows(dim, x, [&](int64_t i) { return brain_value(hot_at<uint16_t>(hot, i)); }); break;
-    case DType::kFP16: map_rows(dim, x, [&](int64_t i) { return half_value(hot_at<uint16_t>(hot, i)); }); break;
+    case DType::kFP16: load_half(hot, dim, x); break;
     case DType::kFP8: map_rows(dim, x, [&](int64_t i) { return fp8->value[hot[i]]; }); break;
     default: map_rows(dim, x, [&](int64_t i) { return brain_value(brain_bits(hot_at<float>(hot, i))); });
   }
@@ -158,11 +169,15 @@ KVTIER_INLINE void put16(W8 values, uint8_t* at, bool stream) {
 
 KVTIER_INLINE W8 brain8(F8 x) { return (W8(x) + all(0x7FFFu) + (W8(x) >> 16 & all(1u))) >> 16; }
 KVTIER_INLINE W8 half8(F8 x) {
+#if defined(KVTIER_HAVE_AVX2)
+  return W8(_mm256_cvtepu16_epi32(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
+#else
   const W8 b = W8(x) & ~all(kFloatSign);
   const W8 small = W8(F8(b) + all(0.5f)) - all(0x3F000000u);
   const W8 rounded = ((b + all(0xFFFu) + (b >> 13 & all(1u))) >> 13) - all(112u << 10);
   const W8 normal = rounded < all(0x7C00u) ? rounded : all(0x7C00u);
   return (b < all(0x38800000u) ? small : normal) | (W8(x) & all(kFloatSign)) >> 16;
+#endif
 }
 
 void store(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, bool stream, uint8_t* hot) {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure codecs, tiers, the store and the cache server on this machine.", no_args_is_help=True)
 
+_CODECS = ("nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless", "raw")
 _CODEC_DTYPES = ("bf16", "fp16", "fp32")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of objects, nothing else on stdout.")]
@@ -25,17 +26,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of obj
 
 @app.command()
 def codec(
+    codec: Annotated[
+        list[str] | None, typer.Option(help=f"Any of {', '.join(_CODECS)}. Repeatable; default nvfp4 and raw.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16 or fp32. Repeatable; default all.")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1 and 2.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Encode and decode against memcpy of the same bytes."""
+    for name in codec or ():
+        if name not in _CODECS:
+            raise ConfigError(f"--codec {name}: use one of {', '.join(_CODECS)}")
     for name in dtype or ():
         if name not in _CODEC_DTYPES:
             raise ConfigError(f"--dtype {name}: use one of {', '.join(_CODEC_DTYPES)}")
     for count in threads or ():
         at_least(1, threads=count)
-    chosen = {"dtypes": tuple(dtype or ()), "threads": tuple(threads or ())}
+    chosen = {"codecs": tuple(codec or ()), "dtypes": tuple(dtype or ()), "threads": tuple(threads or ())}
     _show("kvtier.cli.bench_codec", "codecs", as_json, {name: value for name, value in chosen.items() if value})
 
 

@@ -134,9 +134,7 @@ class ColdPageEval:
         text = "\n\n".join(last.values())
         ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         if len(ids) < tokens + count:
-            raise ConfigError(
-                f"{count} windows of {tokens} tokens: the text has only {len(ids)}; give shorter ones"
-            )
+            raise ConfigError(f"{count} windows of {tokens} tokens: the text has only {len(ids)}; give shorter ones")
         starts = [n * (len(ids) - tokens) // max(1, count - 1) for n in range(count)]
         return torch.tensor([ids[start : start + tokens] for start in starts])
 
