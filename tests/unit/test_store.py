@@ -384,15 +384,16 @@ def test_usage_adds_up_after_all_of_it(store: TieredStore, lower: DictTier) -> N
 
 
 def test_a_lookup_whose_lease_ended_is_not_held(lower: DictTier) -> None:
-    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=0.0)
+    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=0.001)
     put(store, 1)
     lookup = store.lookup("r", keys(1))
     assert lookup.ready_pages == 1
-    time.sleep(0.001)
+    time.sleep(0.005)
     store._drop_expired()  # what a writer does that needs room
     assert not store.hold(lookup) and not store.hold(lookup, 1)
     again = store.lookup("r", keys(1))
     assert store.hold(again, 1)
+    time.sleep(0.005)
     store._drop_expired()
     assert store.open_requests() == ["r"]
     store.settle("r")
