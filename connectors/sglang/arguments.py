@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.connectors.sglang import hooks, options
+from kvtier.errors import KVTierError
 
 
 def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,13 @@ def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def translate_namespace(original: Callable[..., Any], cls: Any, args: argparse.Namespace) -> Any:
-    """Around ``ServerArgs.from_cli_args``: the same call with SGLang's own options in place of ours."""
-    return original(cls, argparse.Namespace(**translate(vars(args))))
+    """Around ``ServerArgs.from_cli_args``: the same call with SGLang's own options in place of ours. What cannot work
+    ends the program with one line, as argparse does."""
+    try:
+        options = translate(vars(args))
+    except KVTierError as error:
+        raise SystemExit(f"error: {error}") from error
+    return original(cls, argparse.Namespace(**options))
 
 
 def translate(given: dict[str, Any]) -> dict[str, Any]:

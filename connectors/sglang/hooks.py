@@ -94,6 +94,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
         "update_weights_from_tensor",
         "update_weights_from_ipc",
         "begin_weight_update",
+        "end_weight_update",
     )
     return (
         Hook(scheduler + "_prefetch_kvcache", "AFTER", ("self", "req", "storage_hit_end"), hold.request_queued),
@@ -145,7 +146,12 @@ def verify_installed(hooks: Sequence[Hook]) -> None:
     """EngineError unless every one of `hooks` was applied in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    def applied(hook: Hook) -> bool:
+        """Patched, and by us: another plugin may have hooked the same function."""
+        registered = HookRegistry._hooks.get(hook.target, ())
+        return hook.target in HookRegistry._patched and any(entry[1] is hook.function for entry in registered)
+
+    missing = [hook.target for hook in hooks if not applied(hook)]
     if missing:
         raise _refusal(f"the plugin could not be installed completely: {', '.join(missing)} was not hooked")
 

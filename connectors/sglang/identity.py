@@ -22,6 +22,16 @@ _log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 4096
 _READABLE = ("auto", "safetensors")
+_WEIGHTS_OPTIONS = (
+    "quantization",
+    "model_impl",
+    "model_loader_extra_config",
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "rl_quant_profile",
+    "custom_weight_loader",
+    "uno_lora_path",
+)
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Keys of config.json that may differ between two copies of one model. The cache's dtype is in the namespace."""
 
@@ -95,9 +105,8 @@ def _overrides(args: Any) -> dict[str, Any]:
     """Options that change what the same files compute."""
     return {
         "overrides": args.json_model_override_args,
-        "quantization": args.quantization,
         "compute_dtype": str(args.dtype),
-        "model_impl": args.model_impl,
+        **{option: getattr(args, option) for option in _WEIGHTS_OPTIONS},
     }
 
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,9 +41,18 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_S = 10.0
 """How long a flush or an update of weights waits for pages that are being copied."""
+_CLOSE_S = 1.5
+"""How long an engine that ends waits for pages under way, in all; tiers that hang add their own bound."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Weights(Enum):
+    """Whether what lies on the device was computed by the weights that are there now."""
+
+    AS_LOADED = auto()
+    CHANGED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
         self._epoch = 0
+        self._weights = _Weights.AS_LOADED
         self._asked: dict[str, _Asked] = {}
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
@@ -187,8 +198,9 @@ class KVTierLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Prefix lengths in pages, of the tail that is not on the device, that can be restored now: verified, in host
         memory, and pinned from here until the request starts or is dropped. The first call starts promotions."""
-        hashes = transfers[0].keys
-        ready: int = self._look_up(rid, hashes).ready_pages
+        if rid in self._queued:
+            return []  # another request of the same name: the pages of the first must stay what its load expects
+        ready: int = self._look_up(rid, transfers[0].keys).ready_pages
         return list(range(1, ready + 1))
 
     def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
@@ -207,10 +219,13 @@ class KVTierLinker(UnifiedCacheLinker):
         transfer = transfers[0]
         known = self._asked.get(rid)
         pages = len(transfer.keys)
-        if known is None or known.first != transfer.keys[0] or known.lookup.ready_pages < pages:
+        if rid in self._queued or known is None or known.first != transfer.keys[0]:
+            return False
+        if known.lookup.ready_pages < pages:
             return False
         page_ids = self._pool.page_ids(transfer.device_indices, pages)
-        self._store.hold(known.lookup, pages)
+        if not self._store.hold(known.lookup, pages):
+            return False  # the lease ended a moment ago
         self._queued[rid] = _Load(known.lookup, page_ids)
         return True
 
@@ -293,17 +308,20 @@ class KVTierLinker(UnifiedCacheLinker):
         self._quiesce()
         self._watchers.drain()  # every load has ended; the counter's numbers start again below
         self._offloads.clear()
-        for rid in self._store.open_requests():
-            self._store.settle(rid)
-        self._asked.clear()
+        for rid in {*self._asked, *self._store.open_requests()}:
+            self._settle(rid)
         self.layer_done_counter.reset()
+        if self._weights is _Weights.CHANGED:  # what was stored since may rest on what the old ones had computed
+            self._new_generation()
+            self._weights = _Weights.AS_LOADED
 
     @_timed("reset", lambda: None)
     def close(self) -> None:
         """End all copying and close every tier."""
-        self._mover.close()
-        self._watchers.close(1.0)
-        self._store.close()
+        give_up = time.monotonic() + _CLOSE_S
+        self._mover.close(_CLOSE_S / 2)
+        self._watchers.close(0.05)
+        self._store.close(max(0.05, give_up - time.monotonic()))
         if self._http is not None:
             self._http.close()
 
@@ -336,6 +354,10 @@ class KVTierLinker(UnifiedCacheLinker):
         for rid in list(self._asked):
             self._settle(rid)
         self._quiesce()
+        self._new_generation()
+        self._weights = _Weights.CHANGED
+
+    def _new_generation(self) -> None:
         self._mover.close()
         self._namespace = replace(self._namespace, generation=identity.new_generation())
         self._mover = self._new_mover()

@@ -217,6 +217,28 @@ def test_dummy_weights_are_never_found_again(start: Any, tiny: Path, tmp_path: P
     assert second.admit(second.request("again", tokens)).loaded == 0
 
 
+def test_options_that_change_the_weights_are_part_of_the_model(start: Any, tiny: Path, tmp_path: Path) -> None:
+    from .harness import config
+
+    first = start(tiny, config(tmp_path))
+    tokens = list(range(5, 133))
+    first.compute(tokens)
+    first.close()
+    second = start(tiny, config(tmp_path), custom_weight_loader=["some.module.load"])
+    assert second.admit(second.request("again", tokens)).loaded == 0
+
+
+def test_every_update_of_the_weights_is_noticed() -> None:
+    """A session may write weights without any call between its begin and its end."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
+    from kvtier.connectors.sglang import hooks
+
+    hooked = {hook.target.rpartition(".")[2] for hook in hooks.scheduler_hooks() if Updater.__name__ in hook.target}
+    updates = {n for n in vars(Updater) if n.startswith("update_weights_from_") or n.endswith("_weight_update")}
+    assert hooked == updates - {"flush_cache_after_weight_update"}
+
+
 def test_an_update_of_the_weights_in_place_hides_what_was_stored(start: Any, tiny: Path) -> None:
     from .harness import config
 
@@ -227,6 +249,7 @@ def test_an_update_of_the_weights_in_place_hides_what_was_stored(start: Any, tin
     waiting = engine.request("waiting", tokens)  # found its pages before the update
     engine.linker.weights_changed()
     assert engine.admit(waiting).loaded == 0
+    engine.flush()  # SGLang does at the end of the update
     computed = engine.compute(list(range(200, 264)))
     engine.flush()
     assert computed and engine.admit(engine.request("after", list(range(200, 264)))).loaded == 64

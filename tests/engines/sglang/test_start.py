@@ -32,6 +32,12 @@ def test_the_flag_becomes_the_engines_own_options(tmp_path: Path) -> None:
     assert parse("--kv-connector", "kvtier", "--page-size", "1").page_size == 1
 
 
+def test_a_mistake_on_the_command_line_ends_with_one_line() -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--kv-connector", "kvtier", "--tp-size", "2")
+    assert str(caught.value).startswith("error: --tp-size = 2 cannot") and "\n" not in str(caught.value)
+
+
 def test_without_the_flag_nothing_changes() -> None:
     args = parse()
     assert args.page_size is None and not args.enable_unified_cache_external_linker
@@ -50,9 +56,7 @@ def test_without_the_flag_nothing_changes() -> None:
     ],
 )
 def test_excluded_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
-    from kvtier.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+    with pytest.raises(SystemExit, match=words.replace("(", r"\(")):
         parse("--kv-connector", "kvtier", *arguments)
 
 
@@ -67,26 +71,20 @@ def test_every_excluded_option_exists_in_the_engine() -> None:
 
 
 def test_a_config_without_the_connector_is_refused(tmp_path: Path) -> None:
-    from kvtier.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="without --kv-connector"):
+    with pytest.raises(SystemExit, match="without --kv-connector"):
         parse("--kv-connector-config", str(tmp_path))
 
 
 def test_a_mistake_in_the_config_file_is_named(tmp_path: Path) -> None:
-    from kvtier.errors import ConfigError
-
     file = tmp_path / "kvtier.yaml"
     file.write_text("tiers: [{type: host, capacity: -1GiB}]\n")
-    with pytest.raises(ConfigError, match="capacity"):
+    with pytest.raises(SystemExit, match="capacity"):
         parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
 
 
 def test_requests_may_not_be_held_longer_than_the_engine_lets_them_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.errors import ConfigError
-
     monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")
-    with pytest.raises(ConfigError, match=r"promote_deadline = 2\.0 s"):
+    with pytest.raises(SystemExit, match=r"promote_deadline = 2\.0 s"):
         parse("--kv-connector", "kvtier")
 
 
@@ -106,6 +104,18 @@ def test_a_hook_that_was_not_applied_is_noticed(monkeypatch: pytest.MonkeyPatch)
     target = hooks.scheduler_hooks()[0].target
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     with pytest.raises(EngineError, match=rf"{target} was not hooked.*works with SGLang 0\.5\.23"):
+        hooks.verify_installed(hooks.scheduler_hooks())
+
+
+def test_a_hook_of_another_plugin_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from kvtier.connectors.sglang import hooks
+    from kvtier.errors import EngineError
+
+    target = hooks.scheduler_hooks()[0].target
+    monkeypatch.setitem(HookRegistry._hooks, target, [(HookType.AFTER, lambda *_: None, None)])
+    with pytest.raises(EngineError, match=f"{target} was not hooked"):
         hooks.verify_installed(hooks.scheduler_hooks())
 
 
