@@ -124,6 +124,7 @@ class PageMover:
         self._layouts: dict[int, ColdLayout] = {}
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
+        self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
         self._in = WorkerPool("kvtier-onboard", workers, partial(self._worker_error, "load"))
@@ -207,6 +208,8 @@ class PageMover:
             refused = self._fill(codec, layout, pool, keys, origins, ids, valid, slots)
             outcomes[stored] += len(slots) - sum(len(group) for group in refused.values())
             for why, group in refused.items():
+                if group and why is OffloadOutcome.STORED_RAW:
+                    self._tell_refused(codec, origins[group[0]])
                 outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, group, why)
             again = []
             for i, answer in zip(pages, answers, strict=True):
@@ -216,6 +219,18 @@ class PageMover:
                     outcomes[_OUTCOME_OF[answer]] += 1
             pages = again
         return outcomes
+
+    def _tell_refused(self, codec: Codec, page_hash: bytes) -> None:
+        """One log line: the ledger counts the pages."""
+        if not self._told_refused:
+            self._told_refused = True
+            _log.warning(
+                "page %s holds NaN or infinity, which %s cannot represent: it is stored uncompressed, as are further "
+                "ones (counted as %s); if they are many, look for an overflow in the model",
+                page_hash.hex(),
+                codec.id,
+                OffloadOutcome.STORED_RAW.value,
+            )
 
     def _fill(
         self,

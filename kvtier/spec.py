@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from kvtier.errors import SpecError
 
@@ -184,9 +185,8 @@ class PageSpec:
         layers = [b.layer for b in self.buffers]
         if layers != sorted(layers):
             raise SpecError("buffers must be ordered by layer")
-        odd = sorted({b.dim for b in self.buffers if b.role.attention and not b.compressible})
-        if odd:
-            _log.info("attention buffers with dim %s are stored losslessly: not a multiple of %d", odd, GROUP)
+        for dim in sorted({b.dim for b in self.buffers if b.role.attention and b.dim % GROUP}):
+            _tell_lossless(dim)
 
     @staticmethod
     def mha(
@@ -280,6 +280,16 @@ class PageSpec:
             if b.rotary != (0, 0):
                 h.update(struct.pack("<8sqqq", b"rotary", i, *b.rotary))
         return h.digest()
+
+
+@lru_cache(maxsize=64)
+def _tell_lossless(dim: int) -> None:
+    """Once per process: the same pages are described many times."""
+    _log.warning(
+        "dim = %d: attention buffers of that width are stored losslessly, since only multiples of %d can be compressed",
+        dim,
+        GROUP,
+    )
 
 
 def _per_layer(name: str, value: int | Sequence[int], layers: int) -> Sequence[int]:

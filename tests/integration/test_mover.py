@@ -176,10 +176,16 @@ def test_another_identity_never_hits(tmp_path: Path, field: str) -> None:
     close(other)
 
 
-def test_a_page_with_nan_is_stored_raw_and_counted(mover: PageMover) -> None:
+def test_a_page_with_nan_is_stored_raw_counted_and_told_once(
+    mover: PageMover, caplog: pytest.LogCaptureFixture
+) -> None:
     data = arrays()
     data[3][5 * TOKENS + 2, 1, 7] = 0x7FC0
     assert offload(mover, data) == {OffloadOutcome.STORED: PAGES - 1, OffloadOutcome.STORED_RAW: 1}
+    pool = HotPool.of(SPEC, data, HotLayout.NHD)
+    assert mover.offload(pool, [b"another"], [5]).result(10.0).outcomes == {OffloadOutcome.STORED_RAW: 1}
+    (told,) = caplog.records
+    assert HASHES[5].hex() in told.message and "NaN" in told.message and "nvfp4" in told.message
     out, ready = restore(mover)
     assert ready == PAGES
     rows = slice(5 * TOKENS, 6 * TOKENS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.spec import BufferSpec, ColdLayout, DType, GlobalScale, PageSpec, Role
+from kvtier.spec import BufferSpec, ColdLayout, DType, GlobalScale, PageSpec, Role, _tell_lossless
 
 
 def mha(layers: int, heads: int, dim: int, tokens: int, dtype: DType = DType.BF16) -> PageSpec:
@@ -83,6 +83,15 @@ def test_the_table_of_global_scales_follows_the_last_record() -> None:
     layout = ColdLayout.of(mha(36, 8, 128, 32), quantize=True, global_scale=GlobalScale.PAGE)
     assert (layout.scale_table_offset, layout.scale_table_bytes) == (1_327_104, 72)
     assert layout.cold_page_bytes == 1_327_184
+
+
+def test_a_head_dim_that_does_not_fit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_lossless.cache_clear()
+    for _ in range(2):
+        mha(3, 2, 40, 4)
+    mha(1, 2, 32, 4)
+    (told,) = caplog.records
+    assert told.message.startswith("dim = 40:") and "losslessly" in told.message and "multiples of 16" in told.message
 
 
 def test_a_head_dim_that_does_not_fit_is_stored_whole() -> None:
