@@ -122,6 +122,7 @@ class PageMover:
         self._fingerprint = spec.fingerprint  # a hash over every buffer: too dear for each page
         self._raw = registry.codec("raw")
         self._layouts: dict[int, ColdLayout] = {}
+        self.layout(codec)  # a form that cannot hold such pages is refused here, not page by page
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
         self._told_refused = False

@@ -10,6 +10,7 @@ from kvtier.kernels import _native
 ENCODE_OVER_MEMCPY = 0.65
 DECODE_OVER_MEMCPY = 1.2
 TWO_THREADS_OVER_ONE = 1.6
+FORM_OVER_NVFP4 = 0.5
 ATTEMPTS = 5
 SLACK = 0.5
 
@@ -35,3 +36,26 @@ def test_bf16_pages_against_memcpy() -> None:
         if min(best.values()) >= SLACK:
             return
     raise AssertionError(f"shares of the bounds: {best}, all must reach {SLACK}")
+
+
+@pytest.mark.speed
+@pytest.mark.skipif(_native.isas() == ["scalar"], reason="the bounds are those of a vector unit")
+@pytest.mark.parametrize("form", ["nvfp4_token", "k8v4", "2fp4"])
+def test_forms_against_plain_nvfp4(form: str) -> None:
+    best: dict[str, float] = {}
+    for _ in range(ATTEMPTS):
+        rows = bench_codec.run(
+            codecs=("nvfp4", form),
+            dtypes=("bf16",),
+            impls=(_native.isas()[0],),
+            threads=(1,),
+            rounds=3,
+            input_bytes=32 << 20,
+        )
+        speed = {(row["codec"], row["op"]): row["over_memcpy"] for row in rows}
+        for op in ("encode", "decode"):
+            share = speed[form, op] / speed["nvfp4", op] / FORM_OVER_NVFP4
+            best[op] = max(best.get(op, 0.0), share)
+        if min(best.values()) >= SLACK:
+            return
+    raise AssertionError(f"shares of the bound: {best}, all must reach {SLACK}")

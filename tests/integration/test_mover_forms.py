@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from kvtier.build import open_codec, open_store
+from kvtier.codecs.registry import codec
 from kvtier.config import parse_config
+from kvtier.errors import SpecError
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
@@ -36,9 +38,9 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
             ],
         }
     )
-    codec = open_codec(config)
-    namespace = Namespace.of(SPEC, policy_of(codec), model="m", weights="00", dtype="bf16")
-    mover = PageMover(open_store(config), SPEC, namespace, codec)
+    which = open_codec(config)
+    namespace = Namespace.of(SPEC, policy_of(which), model="m", weights="00", dtype="bf16")
+    mover = PageMover(open_store(config), SPEC, namespace, which)
     try:
         yield mover
     finally:
@@ -107,6 +109,21 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, options: dict[str, Any]
         else:
             error = np.linalg.norm(floats(got) - floats(exact)) / np.linalg.norm(floats(exact))
             assert error < bound, (n, error)
+
+
+@pytest.mark.parametrize("quant", ["nvfp4_offset", "nvfp4_token", "k8v4"])
+def test_pages_too_small_for_a_form_are_refused_at_once(tmp_path: Path, quant: str) -> None:
+    spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=8, dtype=DType.BF16)
+    with open_mover(tmp_path) as mover, pytest.raises(SpecError, match=f"quant = {quant} needs pages of .* not 8"):
+        namespace = Namespace.of(spec, policy_of(codec(quant)), model="m", weights="00", dtype="bf16")
+        PageMover(mover.store, spec, namespace, codec(quant))
+
+
+def test_rotary_options_are_refused_where_all_of_k_rotates(tmp_path: Path) -> None:
+    spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=16, dtype=DType.BF16)
+    which = codec("nvfp4", rope="keep")
+    with open_mover(tmp_path) as mover, pytest.raises(SpecError, match="skip_rope_quantization"):
+        PageMover(mover.store, spec, Namespace.of(spec, policy_of(which), model="m", weights="00", dtype="bf16"), which)
 
 
 def test_lossless_pages_take_less_than_raw_ones(tmp_path: Path) -> None:
