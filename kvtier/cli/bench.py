@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.cli.options import at_least, check_writable
+from kvtier.cli.options import THREADS_MAX, at_least, at_most, check_writable
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def codec(
             raise ConfigError(f"--dtype {name}: use one of {', '.join(_CODEC_DTYPES)}")
     for count in threads or ():
         at_least(1, threads=count)
+        at_most(THREADS_MAX, threads=count)
     chosen = {"codecs": tuple(codec or ()), "dtypes": tuple(dtype or ()), "threads": tuple(threads or ())}
     _show("kvtier.cli.bench_codec", "codecs", as_json, {name: value for name, value in chosen.items() if value})
 

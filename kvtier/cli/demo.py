@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.options import at_least, check_sizes, check_writable
+from kvtier.cli.options import THREADS_MAX, at_least, at_most, check_sizes, check_writable
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def demo(
     """Serve real agent sessions with SmolLM2-135M on the CPU: pages go out compressed, to host memory and NVMe, and
     come back when the next turn needs them. Compares with recomputing everything."""
     at_least(1, page_tokens=page_tokens, threads=threads, sessions=sessions, turns=turns)
+    at_most(THREADS_MAX, threads=threads)
     check_sizes(host_capacity=host_capacity, nvme_capacity=nvme_capacity)
     # Read when torch is imported: waiting threads would otherwise burn the cores that the workers run on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -15,10 +15,14 @@ def at_least(minimum: int, **options: int | None) -> None:
             raise ConfigError(f"{_flag(name)} {value}: give a number from {minimum} up")
 
 
-def at_most(maximum: int, **options: int) -> None:
+THREADS_MAX = 1024
+"""Libraries end the process where a thread cannot be started."""
+
+
+def at_most(maximum: int, **options: int | None) -> None:
     """Raise ConfigError for the first option, by its Python name, whose value is above `maximum`."""
     for name, value in options.items():
-        if value > maximum:
+        if value is not None and value > maximum:
             raise ConfigError(f"{_flag(name)} {value}: give a number up to {maximum}")
 
 

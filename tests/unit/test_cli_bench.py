@@ -50,6 +50,7 @@ def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp
     [
         ("codec --dtype int8", ("--dtype int8", "bf16")),
         ("codec --threads 0", ("--threads 0", "from 1 up")),
+        ("codec --threads 100000", ("--threads 100000", "up to 1024")),
         ("tier --directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
     ],
 )

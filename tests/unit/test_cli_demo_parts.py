@@ -189,6 +189,7 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     ("args", "named"),
     [
         ("--turns 0", ("--turns 0", "from 1 up")),
+        ("--threads 100000", ("--threads 100000", "up to 1024")),
         ("--page-tokens -64", ("--page-tokens -64", "from 1 up")),
         ("--sessions 7", ("--sessions 7", "1 to 2")),
         ("--output /dev/null/x", ("--output", "/dev/null/x", "writable")),
