@@ -146,3 +146,128 @@ def test_close_does_not_wait_for_what_hangs(start: Any, tiny: Path, tmp_path: Pa
     took = time.monotonic() - begin
     hangs.set()
     assert took < 2.0 + 0.5  # a busy machine
+
+
+def test_a_flush_while_pages_are_on_their_way_up(start: Any, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from .harness import config, same
+
+    first = start(tiny, config(tmp_path))
+    computed = first.compute(TOKENS)
+    first.close()
+    engine = start(tiny, config(tmp_path))
+    tier = engine.linker._store.lower[0]
+    real, go = tier.get_many_into, threading.Event()
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        go.wait(10)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tier, "get_many_into", gated)
+    engine.request("held", TOKENS)
+    assert engine.linker.waits("held")
+    begin = time.monotonic()
+    engine.flush()
+    assert time.monotonic() - begin < 1.0  # the disk is not waited for: it writes to host memory, not to the device
+    assert not engine.linker.waits("held")
+    engine.assert_nothing_held()
+    go.set()
+    restored = engine.admit(engine.request("again", TOKENS))
+    assert restored.loaded == len(TOKENS) and same(restored.forward(), computed, len(TOKENS)) and restored.finish()
+    engine.assert_nothing_held()
+
+
+def test_an_abort_between_a_queued_load_and_its_start(start: Any, tiny: Path) -> None:
+    from .harness import config
+
+    engine = start(tiny, config())
+    engine.compute(TOKENS)
+    engine.flush()
+    req = engine.request("gone", TOKENS)
+    slots = queue_load(engine, req)
+    engine.abort(req)
+    engine.allocator.free(slots)
+    assert engine.cache.ready_to_load_host_cache() == -1
+    assert engine.cache.finish_external_linker_loads([req]) == []
+    engine.assert_nothing_held()
+    assert engine.allocator.available_size() == engine.free_at_start
+
+
+def test_a_prefix_that_shrinks_on_the_device_before_the_load(start: Any, tiny: Path) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from .harness import config, same
+
+    engine = start(tiny, config())
+    computed = engine.compute(TOKENS)
+    req = engine.request("waits", [*TOKENS, *range(300, 332)])
+    assert req.prefix_len == len(TOKENS)
+    engine.cache.evict(EvictParams(num_tokens=len(TOKENS)))
+    restored = engine.admit(req)
+    assert (restored.device, restored.loaded) == (0, len(TOKENS))
+    assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
+    engine.assert_nothing_held()
+
+
+def test_a_retracted_request_is_restored_with_what_it_had_generated(start: Any, tiny: Path) -> None:
+    from .harness import config, same
+
+    engine = start(tiny, config())
+    generated = [*TOKENS, *range(400, 448)]
+    computed = engine.compute(generated)
+    engine.flush()
+    first = engine.admit(engine.request("r", TOKENS))
+    first.forward()
+    assert first.finish() and first.loaded == len(TOKENS)
+    again = engine.admit(engine.request("r", generated))  # queued again under its name, with a longer prompt
+    assert again.loaded == len(generated)
+    assert same(again.forward(), computed, len(generated)) and again.finish()
+    engine.assert_nothing_held()
+
+
+def test_results_of_offloads_keep_their_order_across_a_flush(start: Any, tiny: Path, monkeypatch: Any) -> None:
+    """A result that outlived its flush would be taken for the next node's, which is then freed while it is copied."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    from .harness import config, key_of
+
+    engine = start(tiny, config(workers=1))
+    real, go = engine.linker._mover._encode, threading.Event()
+
+    def gated(*args: Any) -> Any:
+        go.wait(10)
+        return real(*args)
+
+    engine.compute(TOKENS)
+    engine.flush()
+    monkeypatch.setattr(engine.linker._mover, "_encode", gated)
+    engine.cache.insert(InsertParams(key=key_of(range(200, 248)), value=engine.allocator.alloc(48)))
+    assert engine.linker.num_completed_offloads() == 0
+    engine.cache.check_hicache_events()
+    assert len(engine.cache.linker.pending_offloads) == 1
+    threading.Timer(0.2, go.set).start()
+    engine.flush()
+    assert engine.linker.num_completed_offloads() == 0 and engine.cache.linker.pending_offloads == []
+    go.clear()
+    engine.cache.insert(InsertParams(key=key_of(range(300, 348)), value=engine.allocator.alloc(48)))
+    engine.cache.check_hicache_events()
+    assert len(engine.cache.linker.pending_offloads) == 1
+    go.set()
+    engine.offloaded()
+    engine.assert_nothing_held()
+
+
+def test_page_size_one_with_prefixes_that_share_their_beginning(start: Any, tiny: Path) -> None:
+    from .harness import config, same
+
+    engine = start(tiny, config(), page=1, pages=512)
+    a, b = [*TOKENS[:50], *range(200, 230)], [*TOKENS[:50], *range(300, 330)]
+    rows_a = engine.compute(a, seed=1)
+    engine.flush()
+    engine.compute(b, seed=2)
+    engine.flush()
+    first, second = engine.request("a", a), engine.request("b", b)
+    restored = engine.admit(first)
+    assert restored.loaded == len(a) and same(restored.forward(), rows_a, len(a)) and restored.finish()
+    restored = engine.admit(second)
+    assert restored.loaded == len(b) and restored.forward() and restored.finish()
+    engine.assert_nothing_held()
