@@ -169,6 +169,11 @@ def has_scheduler() -> bool:
     return _SCHEDULER in sys.modules
 
 
+def has_engine() -> bool:
+    """Whether this process may build an `Engine`."""
+    return _ENGINE in sys.modules
+
+
 def _check(hook: Hook) -> None:
     original = inspect.unwrap(_resolve(hook.target))
     found = tuple(inspect.signature(original).parameters)

@@ -18,7 +18,8 @@ def register() -> None:
     Never raises, so that an engine that does not use kvtier is not affected by a mismatch; one that does is refused
     when its arguments are parsed, and again when its linker is built."""
     try:
-        if multiprocessing.parent_process() is None:
+        # An engine may also be built in a child of somebody else's program, which has imported it then.
+        if multiprocessing.parent_process() is None or hooks.has_engine():
             hooks.install(hooks.argument_hooks())
             _accept_keywords()
         if hooks.has_scheduler():

@@ -149,6 +149,20 @@ def test_keyword_arguments_of_the_engine() -> None:
     assert args.unified_cache_external_linker_config["linker_extra_config"] == {"config": block}
 
 
+def test_an_engine_in_a_child_process_takes_the_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    import sglang.srt.entrypoints.engine  # noqa: F401
+
+    from kvtier.connectors.sglang import hooks, plugin
+
+    installed: list[str] = []
+    monkeypatch.setattr(hooks, "install", lambda found: installed.extend(hook.target for hook in found))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: multiprocessing.current_process())
+    plugin.register()
+    assert {hook.target for hook in hooks.argument_hooks()} <= set(installed)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
