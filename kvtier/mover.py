@@ -358,7 +358,8 @@ class PageMover:
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         pins = lookup.ready_slots(skip + len(page_ids))[skip:]
         ticket: Ticket[OnboardResult] = Ticket()
-        job = partial(self._onboard, ticket, lookup, pins, skip, pool, page_ids, on_layer)
+        keys = lookup.keys[skip : skip + len(page_ids)]  # the request may ask for others by the time a worker is free
+        job = partial(self._onboard, ticket, lookup, keys, pins, skip, pool, page_ids, on_layer)
         if not self._in.submit(job):
             ticket.finish(OnboardResult((), "closed"))
         return ticket
@@ -367,6 +368,7 @@ class PageMover:
         self,
         ticket: Ticket[OnboardResult],
         lookup: Lookup,
+        keys: Sequence[bytes],
         pins: list[Pin],
         skip: int,
         pool: HotPool,
@@ -375,10 +377,10 @@ class PageMover:
     ) -> None:
         result = OnboardResult((), "not run")
         try:
-            bad = self._find_bad(lookup, pins, skip)
+            bad = self._find_bad(keys, pins)
             if bad:
                 for i in bad:
-                    self.store.fail(lookup, skip + i)
+                    self.store.fail(lookup, keys[i])
                 self._ledger.load_failed()
                 result = OnboardResult(tuple(skip + i for i in bad), "stored pages do not match their checksums")
                 return
@@ -392,13 +394,13 @@ class PageMover:
         finally:
             ticket.finish(result)
 
-    def _find_bad(self, lookup: Lookup, pins: list[Pin], skip: int) -> list[int]:
+    def _find_bad(self, keys: Sequence[bytes], pins: list[Pin]) -> list[int]:
         start = time.perf_counter()
         good = _native.verify_pages(
             self.store.host.arena,
             np.array([slot.offset for slot, _ in pins], dtype=np.int64),
             np.array([meta.nbytes for _, meta in pins], dtype=np.int64),
-            np.array([seed_of(key) for key in lookup.keys[skip : skip + len(pins)]], dtype=np.uint64),
+            np.array([seed_of(key) for key in keys], dtype=np.uint64),
             np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
         )
         self._ledger.time_codec("verify", time.perf_counter() - start)

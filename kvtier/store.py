@@ -249,12 +249,13 @@ class TieredStore:
                 self._changed.wait(left)
             return lookup.ready_pages
 
-    def fail(self, lookup: Lookup, index: int, reason: MissReason = MissReason.CORRUPT) -> None:
-        """Page `index` turned out bad while it was loaded: it becomes a miss and leaves the host tier."""
+    def fail(self, lookup: Lookup, key: bytes) -> None:
+        """The page under `key` turned out bad while `lookup` loaded it: it leaves the host tier, and is a miss where
+        the request still asks for it."""
         with self._lock:
-            released = lookup.fail(index, reason)
-            self.host.delete_many([lookup.keys[index]], Removal.QUARANTINED)
-            self._unpin(released)
+            self.host.delete_many([key], Removal.QUARANTINED)
+            if key in lookup.keys:
+                self._unpin(lookup.fail(lookup.keys.index(key), MissReason.CORRUPT))
 
     def settle(self, request_id: str) -> None:
         """The request started and its loads ended, or it was dropped: count its pages, release its pins. Idempotent."""

@@ -23,7 +23,7 @@ from kvtier.connectors.transformers.identity import check_model_name, weights_fi
 from kvtier.errors import SpecError
 from kvtier.hot import HotLayout, HotPool, dtype_of
 from kvtier.keys import Namespace, page_hashes
-from kvtier.ledger import Ledger, MissReason
+from kvtier.ledger import Ledger
 from kvtier.lookup import Lookup
 from kvtier.mover import OffloadResult, PageMover, Ticket, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
@@ -166,8 +166,8 @@ class PrefixCache:
         pool = HotPool.of(self.mover.spec, arrays, HotLayout.SEQ)
         result = self.mover.onboard(lookup, pool, range(pages)).result()
         if not result.ok and not result.failed_pages:
-            # Nobody can say which page it was, so none of them was restored: the first is bad, the rest behind a gap.
-            self.store.fail(lookup, 0, MissReason.CORRUPT)
+            # Not because of a page (closing, say): none of them was restored, and none of them is bad.
+            self.store.hold(lookup, 0)
         return result.ok
 
     def _empty(self, pages: int) -> list[torch.Tensor]:

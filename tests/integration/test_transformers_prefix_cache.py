@@ -208,6 +208,17 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         assert prefixes.restore("next", ids).tokens == 5 * PAGE
 
 
+def test_closing_under_a_restore_blames_no_page(tmp_path: Path) -> None:
+    model, ids = llama(), tokens(5 * PAGE + 1)
+    config = parse_config({"tiers": [{"type": "host", "capacity": "4MiB"}]})
+    with open_cache(model, config) as prefixes:
+        store(prefixes, model, ids)
+        prefixes.mover.close()
+        assert prefixes.restore("r", ids).tokens == 0
+        assert balanced(prefixes) == {"deadline": 5}
+        assert prefixes.store.host.usage().quarantined_pages == 0
+
+
 def test_a_disk_that_is_too_slow_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(), tokens(4 * PAGE + 1)
     with open_cache(model, block(tmp_path)) as prefixes:

@@ -209,7 +209,8 @@ def test_a_page_that_fails_while_loading_becomes_a_miss_and_is_gone(store: Tiere
         put(store, page)
     lookup = store.lookup("r", keys(0, 3, 6))
     store.hold(lookup)
-    store.fail(lookup, 1)
+    store.fail(lookup, page_key(3))
+    store.fail(lookup, page_key(77))
     store.settle("r")
     assert ledger(store) == ({"host": 1}, {"corrupt": 1, "after_gap": 1})
     assert store.host.contains_many(keys(0, 3, 6)) == [True, False, True]
