@@ -35,6 +35,7 @@ from kvtier.workers import WorkerPool
 _log = logging.getLogger(__name__)
 
 _PROMOTE_BATCH = 16
+_TIER_CLOSE_S = 0.5
 _REMEMBERED_EVICTIONS = 65536
 _MISS_OF = {
     GetStatus.CORRUPT: MissReason.CORRUPT,
@@ -514,7 +515,8 @@ class TieredStore:
     # -- house-keeping -----------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = 1.5) -> None:
-        """Let spills end for at most `timeout_s`, then close every tier. Safe to call twice."""
+        """Let spills end for at most `timeout_s`, and close every tier within half a second more: one that hangs is
+        left to the end of the process. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -526,9 +528,13 @@ class TieredStore:
                 _log.warning("store closed while a tier was still busy: pages not yet written below are lost there")
         for request_id in requests:
             self.settle(request_id)
-        for tier in (self.host, *self.lower):
+        tiers = (self.host, *self.lower)
+        closer = WorkerPool("kvtier-close", len(tiers), partial(self._worker_error, "spill"))
+        for tier in tiers:
             tier.set_removal_listener(None)
-            tier.close()
+            closer.submit(tier.close)
+        if not closer.close(give_up + _TIER_CLOSE_S - time.monotonic()):
+            _log.warning("store closed while a tier could not be closed: it hangs")
 
     def _drop_expired(self) -> None:
         if self._lease_s is None:

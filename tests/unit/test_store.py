@@ -357,6 +357,23 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     store.close()
 
 
+def test_tiers_that_hang_do_not_hold_up_the_end(lower: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tier may take 2 s; together with a spill that hangs in one they may not take more."""
+    store = TieredStore(HostTier(12 * SLOT), [lower])
+    close = lower.close
+    monkeypatch.setattr(lower, "close", lambda: (lower.gate.wait(10.0), close()))
+    lower.gate.clear()
+    put(store, 3)
+    start = time.perf_counter()
+    store.close()
+    assert 1.4 < time.perf_counter() - start < 2.3
+    lower.gate.set()
+    deadline = time.monotonic() + 5.0
+    while not lower.closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lower.closed
+
+
 @pytest.mark.parametrize(
     "option", [{"promote_deadline_s": 0.0}, {"promote_deadline_s": -1.0}, {"lease_s": 0.0}, {"promote_threads": 0}]
 )
