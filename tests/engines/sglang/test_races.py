@@ -271,3 +271,60 @@ def test_page_size_one_with_prefixes_that_share_their_beginning(start: Any, tiny
     restored = engine.admit(second)
     assert restored.loaded == len(b) and restored.forward() and restored.finish()
     engine.assert_nothing_held()
+
+
+def test_the_forward_goes_on_layer_by_layer_while_later_layers_are_decoded(
+    start: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.connectors.sglang.loads import BatchLoad
+
+    from .harness import config, same
+
+    engine = start(tiny, config())
+    computed = engine.compute(TOKENS)
+    engine.flush()
+    real, go = BatchLoad.layer_done, threading.Event()
+
+    def gated(self: BatchLoad, layer: int) -> None:
+        if layer == 1:
+            go.wait(10)
+        real(self, layer)
+
+    monkeypatch.setattr(BatchLoad, "layer_done", gated)
+    restored = engine.admit(engine.request("again", TOKENS))
+    engine.cache.linker.layer_done_counter.set_consumer(restored.index)
+    first = engine.pool.get_key_buffer(0)[restored.slots]  # returns although layer 1 is not there
+    waiting = threading.Thread(target=engine.pool.get_key_buffer, args=(1,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and first.equal(computed[0][0])
+    go.set()
+    waiting.join(10)
+    assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
+
+
+def test_pages_are_not_read_before_the_events_that_say_they_are_written(start: Any, tiny: Path) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    from .harness import config, key_of
+
+    engine = start(tiny, config())
+    written = threading.Event()
+
+    class Written:
+        def synchronize(self) -> None:
+            written.wait(10)
+
+    engine.linker.record_offload_ready = lambda: [Written()]
+    slots = engine.allocator.alloc(48)
+    engine.cache.insert(InsertParams(key=key_of(TOKENS[:48]), value=slots))
+    time.sleep(0.1)
+    assert engine.linker.num_completed_offloads() == 0
+    for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):  # the forward that was under way
+        buffer[slots] = 3.0
+    written.set()
+    engine.offloaded()
+    engine.flush()
+    restored = engine.admit(engine.request("again", TOKENS[:48]))
+    assert all((t == 3.0).all() for pair in restored.forward() for t in pair)
+    assert restored.finish() and restored.loaded == 48
