@@ -154,6 +154,41 @@ def test_an_adapter_is_known_by_its_content(tiny: Path, other: Path, tmp_path: P
     assert lora_fingerprint([]) != fingerprint(tiny)
 
 
+def test_an_engine_with_adapters_restores_unless_one_of_them_changed(
+    start: Any, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    import json
+    import shutil
+
+    from .harness import config
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}))
+    tokens = list(range(5, 133))
+
+    def run(content: Path) -> int:
+        shutil.copy(content / "model.safetensors", adapter / "adapter_model.safetensors")
+        engine = start(
+            tiny,
+            config(tmp_path / "kv"),
+            enable_lora=True,
+            lora_paths=[f"x={adapter}"],
+            max_lora_rank=8,
+            lora_target_modules=["q_proj"],
+        )
+        restored = engine.admit(engine.request("r", tokens))
+        restored.forward()
+        assert restored.finish()
+        if not restored.loaded:
+            engine.compute(tokens)
+        engine.close()
+        loaded: int = restored.loaded
+        return loaded
+
+    assert [run(tiny), run(tiny), run(other)] == [0, len(tokens), 0]
+
+
 @pytest.mark.parametrize("change", ["model", "salt", "dtype", "page", "codec"])
 def test_another_engine_finds_nothing(start: Any, tiny: Path, other: Path, tmp_path: Path, change: str) -> None:
     import torch
