@@ -73,9 +73,10 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     after = engine.one("after", asked)
     assert after["ids"] == cold["ids"] and after["details"]["device"] == 0
 
-    # 100 concurrent requests, a third of them aborted at various moments, with prefixes in every state.
+    # 100 concurrent requests, a third of them aborted at various moments, with prefixes in every state. Names of one
+    # length: SGLang aborts every request whose name begins with the one it is given.
     requests = [
-        {"rid": f"many{n}", "ids": prompt(n % 7, 150 + n), "abort_after_s": 0.05 * n if n % 3 == 0 else None}
+        {"rid": f"many{n:03}", "ids": prompt(n % 7, 150 + n), "abort_after_s": 0.05 * n if n % 3 == 0 else None}
         for n in range(100)
     ]
     answers = engine.generate(*requests)
@@ -112,6 +113,48 @@ def test_a_default_page_size_and_an_orderly_end(run: Any, tiny: Path, tmp_path: 
     second = run(tiny, block(tmp_path / "kv"))
     assert second.one("restored", prompt(2))["cached"] == 192
     assert second.metrics()['kvtier_hits_total{tier="nvme"}'] == 3
+
+
+def flip_one_stored_bit(nvme: Path, slot: int) -> None:
+    """Damage one page behind the tier's back: pages of the random model take one 4 KiB slot each, from the first on."""
+    (segment,) = [path for path in nvme.rglob("*") if path.is_file() and path.stat().st_size >= 64 << 20]
+    with segment.open("r+b") as file:
+        file.seek(slot * 4096 + 100)
+        byte = file.read(1)[0]
+        assert any(file.read(400)), "nothing is stored here"
+        file.seek(slot * 4096 + 100)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.timeout(500)
+def test_pages_of_one_token_a_bad_page_on_disk_and_another_model(
+    run: Any, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    nvme = tmp_path / "kv"
+    engine = run(tiny, block(nvme), page_size=1)
+    cold = engine.one("cold", prompt(3))
+    engine.stored(200)
+    assert engine.flush()
+    warm = engine.one("warm", prompt(3))
+    assert warm["cached"] == 199 and warm["ids"] == cold["ids"]
+
+    # Found bad while it is promoted: what comes before it is used, the rest recomputed, and the page counted.
+    engine.kill()
+    flip_one_stored_bit(nvme, 50)
+    second = run(tiny, block(nvme), page_size=1)
+    mended = second.one("mended", prompt(3))
+    assert 0 < mended["cached"] < 199 and mended["ids"] == cold["ids"]
+    metrics = second.metrics()
+    assert metrics['kvtier_misses_total{reason="corrupt"}'] == 1
+    assert metrics['kvtier_tier_quarantined_pages_total{tier="nvme"}'] == 1
+    assert metrics['kvtier_hits_total{tier="nvme"}'] == mended["cached"]
+
+    # The same prompt, the same directory, other weights: nothing is found.
+    second.kill()
+    third = run(other, block(nvme), page_size=1)
+    assert third.one("other", prompt(3))["cached"] == 0
+    metrics = third.metrics()
+    assert metrics['kvtier_hits_total{tier="nvme"}'] == 0 and metrics['kvtier_misses_total{reason="absent"}'] > 0
 
 
 @pytest.mark.timeout(400)
