@@ -270,8 +270,8 @@ class PageMover:
             self.store.commit([keys[i] for i in good], [slots[i] for i in good], metas)
             self._count_moved(Direction.OFFLOAD, metas)
             # Only a page that could be encoded has an error.
-            known = np.isfinite(result.relative_error) if result.relative_error is not None else result.refused & False
-            over = {i for i, measured in zip(pages, known.tolist(), strict=True) if measured}
+            error = result.relative_error
+            over = set() if error is None else {pages[n] for n in np.flatnonzero(np.isfinite(error))}
             groups = {
                 OffloadOutcome.STORED_OVER_BUDGET: [i for i in refused if i in over],
                 OffloadOutcome.STORED_RAW: [i for i in refused if i not in over],
