@@ -210,18 +210,18 @@ class TieredStore:
 
         Asking again refreshes the lease; asking for other keys keeps what is still asked for. Index only: no input or
         output on this thread. `settle` must follow when the request starts or is dropped."""
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"request {request_id!r} asks for the same page twice")
         with self._lock:
             self._check_open()
             lookup = self._lookups.get(request_id)
-            if lookup is None:
-                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s, self.host)
-            else:
+            if lookup is not None:
                 self.ledger.polled()
                 lookup.asked = time.monotonic()
                 if lookup.keys == keys:
                     return lookup
+            if len(set(keys)) != len(keys):
+                raise ValueError(f"request {request_id!r} asks for the same page twice")
+            if lookup is None:
+                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s, self.host)
             self._unpin(lookup.replace(keys))
             self._classify(lookup)
             return lookup
