@@ -18,6 +18,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvtier;
 
+void bind_ghosts(nb::module_& m);
 void bind_replay(nb::module_& m);
 
 namespace {
@@ -236,6 +237,7 @@ NB_MODULE(_native, m) {
   m.def("isas", &available_isas, "Instruction sets that can be used here, fastest first");
   m.def("isa", [] { return std::string(row_kernels().name); });
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
+  bind_ghosts(m);
   bind_replay(m);
 
   // A wrong KVTIER_ISA is told at import, not in the middle of an offload.
