@@ -2,7 +2,8 @@
 
 A linker is only asked for what is there at the moment of admission. So the first lookup happens when a request is
 queued, and a request whose next page is being promoted is left out of the batches until the page is there or the
-deadline (`promote_deadline`) has passed. All functions run on the scheduler's thread and never raise.
+deadline (`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once
+more where it would be added. All functions run on the scheduler's thread and never raise.
 """
 
 from __future__ import annotations
@@ -61,6 +62,18 @@ def build_batch(
         time.sleep(_IDLE_S)
     linker.drop_all_but(req.rid for req in scheduler.waiting_queue)
     return batch, running
+
+
+def admit(
+    original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+) -> Any:
+    """Around ``PrefillAdder.add_one_req``: leave a request in the queue whose last match, a moment ago, found pages
+    that are still on their way. Such is one that the partition above could not know: queued inside the call (a grammar
+    was being compiled), or matched against less of the device's cache than when it was queued."""
+    linker = linker_of(adder.tree_cache)
+    if linker is not None and linker.waits(req.rid):
+        return adder.budget_state()
+    return original(adder, req, has_chunked_req, truncation_align_size)
 
 
 def request_aborted(_: None, cache: Any, request: Any) -> None:

@@ -53,6 +53,7 @@ USED = (
     ),
     Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input",)),
     Expected("sglang.srt.managers.scheduler.Scheduler", ("_add_request_to_queue",)),
+    Expected("sglang.srt.managers.schedule_policy.PrefillAdder", ("budget_state",)),
 )
 LINKER_METHODS = frozenset(
     {
@@ -103,6 +104,12 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             "AROUND",
             ("self", "prefill_delayer_single_pass", "running_batch"),
             hold.build_batch,
+        ),
+        Hook(
+            "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+            "AROUND",
+            ("self", "req", "has_chunked_req", "truncation_align_size"),
+            hold.admit,
         ),
         Hook(
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_aborted_request",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +252,50 @@ def test_a_request_waits_for_its_pages_but_not_past_the_deadline(
     later.forward()
     assert later.finish()
     assert second.counts.misses["deadline"] == 8 and second.counts.hits == {"host": 8, "nvme": 0}
+    second.assert_nothing_held()
+
+
+def test_a_device_prefix_that_is_lost_while_a_request_queues_is_waited_for(
+    start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages were on the device at the first lookup, and are only on disk at the last one before admission."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from kvtier.connectors.sglang import hold
+
+    from .harness import config, same, until
+
+    first = start(tiny, config(tmp_path))
+    computed = first.compute(TOKENS)
+    first.close()
+
+    second = start(tiny, config(tmp_path))
+    half = TOKENS[: len(TOKENS) // 2]
+    second.compute(half)
+    req = second.request("queued", TOKENS)
+    until(lambda: not second.linker.waits("queued"))
+    assert req.prefix_len == len(half)
+    second.cache.evict(EvictParams(num_tokens=len(half)))
+    second.linker._store.host.delete_many(second.linker._namespace.page_keys(_hashes(second, half)))
+
+    go = threading.Event()
+    disk = second.linker._store.lower[0]
+    real = disk.get_many_into
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(20.0)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(disk, "get_many_into", late)
+    req.init_next_round_input(second.cache)
+    assert req.prefix_len == 0 and second.linker.waits("queued")
+    adder = SimpleNamespace(tree_cache=second.cache, budget_state=lambda: "next")
+    assert hold.admit(lambda *_: "added", adder, req, False, None) == "next"
+    go.set()
+    restored = second.admit(req)
+    assert restored.loaded == len(TOKENS)
+    assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
+    assert second.counts.hits == {"host": 0, "nvme": 8}
     second.assert_nothing_held()
 
 

@@ -256,3 +256,26 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
     with pytest.raises(RuntimeError):
         hold.build_batch(failing, scheduler, None, None)
     assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"]
+
+
+def test_a_request_that_is_found_waiting_when_it_would_be_added_stays_in_the_queue() -> None:
+    from kvtier.connectors.sglang import hold
+
+    class Adder:
+        tree_cache = SimpleNamespace(
+            linker=SimpleNamespace(
+                cache_linker=SimpleNamespace(request_started=None, waits=lambda rid: rid == "held"),
+            )
+        )
+
+        def budget_state(self) -> str:
+            return "budget"
+
+    def original(adder: Any, req: Any, *rest: Any) -> Any:
+        assert rest == (False, None)
+        return f"added {req.rid}"
+
+    assert hold.admit(original, Adder(), SimpleNamespace(rid="held"), False, None) == "budget"
+    assert hold.admit(original, Adder(), SimpleNamespace(rid="free"), False, None) == "added free"
+    other = SimpleNamespace(tree_cache=SimpleNamespace())
+    assert hold.admit(original, other, SimpleNamespace(rid="held"), False, None) == "added held"
