@@ -241,14 +241,28 @@ class Config(_Block):
         """The cold page's options, or None when pages are stored raw because the list is empty."""
         return next((c for c in self.kv_cache_compression_config if isinstance(c, ColdPageConfig)), None)
 
+    @property
+    def compression(self) -> CompressionOptions:
+        """The part that acts on live caches."""
+        return CompressionOptions(kv_cache_compression_config=self.kv_cache_compression_config, http=self.http)
 
-class _CompressionBlock(_Block):
+
+class CompressionOptions(_Block):
+    """The part of the block that acts on live caches, for those who have no tiers: methods, and where their metrics
+    are."""
+
     kv_cache_compression_config: tuple[CompressionConfig, ...] = Field(strict=False)
+    http: HttpConfig | None = None
 
     @model_validator(mode="after")
-    def _combination(self) -> _CompressionBlock:
+    def _combination(self) -> CompressionOptions:
         _once(self.kv_cache_compression_config)
         return self
+
+    @property
+    def live(self) -> tuple[TriAttentionConfig, ...]:
+        """The methods that change which rows of a live cache stay."""
+        return tuple(c for c in self.kv_cache_compression_config if isinstance(c, TriAttentionConfig))
 
 
 def _once(methods: tuple[ColdPageConfig | TriAttentionConfig, ...]) -> None:
@@ -270,10 +284,17 @@ def parse_config(block: Mapping[str, Any]) -> Config:
 
 def parse_compression(block: Mapping[str, Any]) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
     """Validate a block that names methods alone, or a whole one, and give its methods."""
+    return parse_live(block).kv_cache_compression_config
+
+
+def parse_live(block: Mapping[str, Any]) -> CompressionOptions:
+    """Validate a block of methods alone, or a whole one, and give its part for live caches."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"the configuration is {block!r}; give a mapping with 'kv_cache_compression_config'")
     if "tiers" in block:
-        return parse_config(block).kv_cache_compression_config
+        return parse_config(block).compression
     try:
-        return _CompressionBlock.model_validate(dict(block)).kv_cache_compression_config
+        return CompressionOptions.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
 
@@ -285,7 +306,12 @@ def load_config(path: str | Path) -> Config:
 
 def load_compression(path: str | Path) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
     """Read and validate the methods of a YAML (or JSON) file."""
-    return parse_compression(_read(path, "kv_cache_compression_config"))
+    return load_live(path).kv_cache_compression_config
+
+
+def load_live(path: str | Path) -> CompressionOptions:
+    """Read a YAML (or JSON) file of methods alone, or a whole one."""
+    return parse_live(_read(path, "kv_cache_compression_config"))
 
 
 def _read(path: str | Path, option: str) -> dict[str, Any]:
