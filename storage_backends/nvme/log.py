@@ -9,71 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from kvtier.abc.tier import PageMeta
-from kvtier.storage_backends.slots.table import Entry
+from kvtier.storage_backends.nvme.records import Loaded, decode, encode_delete, encode_put, encode_puts, put_bytes
+from kvtier.storage_backends.slots.columns import Entry, PageColumns
 
 _log = logging.getLogger(__name__)
 
-MAGIC = b"KVTL"
-PUT, DELETE = 1, 2
-_HEAD = struct.Struct("<4sIBBHI32s")  # magic, crc, kind, origin bytes, form, valid tokens, key
-_TAIL = struct.Struct("<16s16sQQ")  # checksum, spec, offset, nbytes
-_CRC_FROM = 8
-_ALIGN = 8
 _COMPACT_SLACK_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
-
-
-class Loaded(NamedTuple):
-    """entries: pages in the order of their puts. end: where the last good record ends. damaged: stretches of bytes
-    inside the log that are no good record, skipped."""
-
-    entries: list[Entry]
-    end: int
-    damaged: int
-
-
-def encode_put(entry: Entry) -> bytes:
-    key, meta, offset = entry
-    origin = meta.origin.ljust(-(-len(meta.origin) // _ALIGN) * _ALIGN, b"\0")
-    head = _HEAD.pack(MAGIC, 0, PUT, len(meta.origin), meta.form, meta.valid_tokens, key)
-    return _sealed(head + _TAIL.pack(meta.checksum, meta.spec, offset, meta.nbytes) + origin)
-
-
-def encode_delete(key: bytes) -> bytes:
-    return _sealed(_HEAD.pack(MAGIC, 0, DELETE, 0, 0, 0, key))
-
-
-def decode(data: bytes) -> Loaded:
-    """Replay a log. Bytes that are no good record are skipped up to the next one; a torn tail is left out."""
-    live: dict[bytes, Entry] = {}
-    at = end = damaged = 0
-    while at < len(data):
-        length = _record_bytes(data, at)
-        if not length:
-            following = _next_record(data, at + _ALIGN)
-            if following < 0:
-                break
-            damaged += 1
-            at = following
-            continue
-        _, _, kind, origin_bytes, form, valid, key = _HEAD.unpack_from(data, at)
-        live.pop(key, None)  # a page put again goes to the end
-        if kind == PUT:
-            checksum, spec, offset, nbytes = _TAIL.unpack_from(data, at + _HEAD.size)
-            origin_at = at + _HEAD.size + _TAIL.size
-            origin = data[origin_at : origin_at + origin_bytes]
-            live[key] = Entry(key, PageMeta(nbytes, form, valid, checksum, spec, origin), offset)
-        at += length
-        end = at
-    return Loaded(list(live.values()), end, damaged)
+_REWRITE_PAGES = 1024
 
 
 class IndexLog:
@@ -99,7 +46,7 @@ class IndexLog:
         loaded = decode(self._path.read_bytes())
         os.ftruncate(self._fd, loaded.end)
         self.size_bytes = loaded.end
-        self._compact_at = 2 * sum(_put_bytes(len(e.meta.origin)) for e in loaded.entries) + _COMPACT_SLACK_BYTES
+        self._compact_at = 2 * put_bytes(loaded.pages) + _COMPACT_SLACK_BYTES
         if loaded.damaged:
             _log.warning("%d damaged stretches of %s were skipped; their pages are misses", loaded.damaged, self._path)
         return loaded
@@ -128,24 +75,24 @@ class IndexLog:
     def wants_compaction(self) -> bool:
         return self.size_bytes > self._compact_at and self._beside is None
 
-    def compact(self, snapshot: Callable[[], Sequence[Entry]]) -> None:
+    def compact(self, snapshot: Callable[[], PageColumns]) -> None:
         """Rewrite the log as the puts of `snapshot()`, which takes the tier's lock, and what is written meanwhile.
 
         Blocks the calling thread, and others only for the snapshot and the switch. A failure leaves the old log."""
         with self._write_lock:
             if self._beside is not None:
                 return
-            entries = snapshot()
+            pages = snapshot()
             # Records queued before the snapshot and written after it are replayed on top: they end in the same state.
             self._beside = []
         fd, done = -1, False
         try:
             fd = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             size = 0
-            for start in range(0, len(entries), 1024):
+            for start in range(0, len(pages), _REWRITE_PAGES):
                 if self._aborting:
                     return
-                size += _write_all(fd, b"".join(map(encode_put, entries[start : start + 1024])), size)
+                size += _write_all(fd, encode_puts(pages, start, start + _REWRITE_PAGES), size)
             os.fsync(fd)
             with self._write_lock:
                 size += _write_all(fd, b"".join(self._beside), size)
@@ -200,41 +147,6 @@ class IndexLog:
         self._written = up_to
         if self._beside is not None:
             self._beside.append(data)
-
-
-def _sealed(record: bytes) -> bytes:
-    return record[:4] + zlib.crc32(record[_CRC_FROM:]).to_bytes(4, "little") + record[_CRC_FROM:]
-
-
-def _put_bytes(origin_bytes: int) -> int:
-    return _HEAD.size + _TAIL.size + -(-origin_bytes // _ALIGN) * _ALIGN
-
-
-def _record_bytes(data: bytes, at: int) -> int:
-    """Length of the good record at `at`, 0 where there is none."""
-    if at + _HEAD.size > len(data) or data[at : at + 4] != MAGIC:
-        return 0
-    kind, origin_bytes = data[at + 8], data[at + 9]
-    if kind == PUT:
-        length = _put_bytes(origin_bytes)
-    elif kind == DELETE:
-        length = _HEAD.size
-    else:
-        return 0
-    if at + length > len(data):
-        return 0
-    crc = int.from_bytes(data[at + 4 : at + 8], "little")
-    return length if zlib.crc32(memoryview(data)[at + _CRC_FROM : at + length]) == crc else 0
-
-
-def _next_record(data: bytes, start: int) -> int:
-    """Where the next good record begins, -1 where there is none."""
-    at = data.find(MAGIC, start)
-    while at >= 0:
-        if at % _ALIGN == 0 and _record_bytes(data, at):
-            return at
-        at = data.find(MAGIC, at + 1)
-    return -1
 
 
 def _write_all(fd: int, data: bytes, at: int) -> int:

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.errors import ConfigError, TierPathError
 from kvtier.storage_backends.slots.extents import Region
@@ -72,14 +75,21 @@ class SegmentFiles:
             elif self.found_bytes[i] > self._sizes[i]:
                 os.ftruncate(self._fds[i], self._sizes[i])
 
-    def inside(self, offset: int, slot_bytes: int, *, found: bool) -> bool:
-        """Whether a slot lies wholly in one file, as it is now or as it was `found`."""
-        i, at = divmod(offset, self.segment_bytes)
+    def inside(
+        self, offsets: npt.NDArray[np.int64], slot_bytes: npt.NDArray[np.int64], *, found: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each slot lies wholly in one file, as the files are now or as they were `found`."""
         if found:
-            size = min(self.found_bytes.get(i, 0), self.segment_bytes)
+            sizes = {i: min(size, self.segment_bytes) for i, size in self.found_bytes.items()}
         else:
-            size = self._sizes[i] if i < len(self._sizes) else 0
-        return offset % SLOT_ALIGN == 0 and at + slot_bytes <= size
+            sizes = dict(enumerate(self._sizes))
+        limits = np.zeros(max(sizes, default=0) + 2, np.int64)
+        for i, size in sizes.items():
+            limits[i] = size
+        files, at = np.divmod(offsets, self.segment_bytes)
+        fits = at + slot_bytes <= limits[np.clip(files, 0, len(limits) - 1)]
+        inside: npt.NDArray[np.bool_] = fits & (offsets % SLOT_ALIGN == 0) & (offsets >= 0)
+        return inside
 
     def read(self, offset: int, into: memoryview) -> int:
         """Fill `into` from `offset`; returns how many bytes there were. OSError where the device fails."""

@@ -38,10 +38,11 @@ from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
 from kvtier.storage_backends.nvme.workers import Workers
+from kvtier.storage_backends.slots.columns import Entry, PageColumns
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
 from kvtier.storage_backends.slots.extents import slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
-from kvtier.storage_backends.slots.table import Entry, SlotTable, check_meta
+from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _log = logging.getLogger(__name__)
 
@@ -367,19 +368,19 @@ class NvmeTier(Tier):
             self._compactor.start()
 
     def _compact(self) -> None:
-        def snapshot() -> list[Entry]:
+        def snapshot() -> PageColumns:
             with self._lock:
-                return self._table.entries(staged=True)
+                return self._table.columns(staged=True)
 
         self._index.compact(snapshot)
 
     def _recover(self) -> None:
-        found = self._index.load().entries
+        found = self._index.load().pages
         sorted_out = sort_out(found, self._segments, self._table.max_record_bytes)
         self._table.recover(sorted_out.kept)
         self._table.count_lost(len(sorted_out.behind), Removal.EVICTED)
-        for entry in [*sorted_out.behind, *sorted_out.gone]:
-            self._index.queue_delete(entry.key)
+        for key in [*sorted_out.behind.keys(), *sorted_out.gone.keys()]:
+            self._index.queue_delete(key)
         self._index.flush(self._index.queued)
         self._segments.trim()
         if sorted_out.gone:

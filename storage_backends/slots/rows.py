@@ -7,10 +7,13 @@ several times faster than indexing numpy arrays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.abc.tier import CHECKSUM_BYTES, KEY_BYTES
+from kvtier.storage_backends.slots.columns import PageColumns
 
 FIXED = np.dtype(
     [
@@ -42,7 +45,7 @@ class Rows:
         self._resize(_FIRST_ROWS)
 
     fixed: npt.NDArray[np.void]
-    _extents: npt.NDArray[np.int64]
+    extents: npt.NDArray[np.int64]
     stamps: npt.NDArray[np.int64]
     pins: npt.NDArray[np.int32]
     states: npt.NDArray[np.int8]
@@ -54,6 +57,21 @@ class Rows:
             self._resize(self.count + self.count // 2)
         self.count += 1
         return self.count - 1
+
+    def fill(self, pages: PageColumns, specs: Sequence[int]) -> int:
+        """New rows in a run for `pages`, whose fingerprints are `specs`; the first one."""
+        first, last = self.count, self.count + len(pages)
+        if last > len(self.fixed):
+            self._resize(last)
+        self.count = last
+        for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
+            self.fixed[name][first:last] = pages.pages[name]
+        self.fixed["spec"][first:last] = specs
+        self._keys[first * KEY_BYTES : last * KEY_BYTES] = pages.pages["key"].tobytes()
+        return first
+
+    def keys(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        return np.frombuffer(bytes(self._keys), f"V{KEY_BYTES}")[rows]
 
     def vacate(self, row: int) -> None:
         self.state[row] = FREE
@@ -76,11 +94,11 @@ class Rows:
         stamps, pins, states = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int8)
         if self.count:
             fixed[: self.count] = self.fixed[: self.count]
-            extents[: self.count] = self._extents[: self.count]
+            extents[: self.count] = self.extents[: self.count]
             stamps[: self.count] = self.stamps[: self.count]
             pins[: self.count] = self.pins[: self.count]
             states[: self.count] = self.states[: self.count]
-        self._extents = extents
+        self.extents = extents
         self.fixed, self.stamps, self.pins, self.states = fixed, stamps, pins, states
         self._keys.extend(bytes(size * KEY_BYTES - len(self._keys)))
         self._raw = memoryview(fixed.view(np.uint8))

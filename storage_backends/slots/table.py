@@ -20,6 +20,7 @@ from kvtier.abc.tier import (
     CHECKSUM_BYTES,
     FINGERPRINT_BYTES,
     KEY_BYTES,
+    SLOT_ALIGN,
     PageMeta,
     PutStatus,
     Removal,
@@ -27,6 +28,7 @@ from kvtier.abc.tier import (
     TierUsage,
 )
 from kvtier.errors import SpecError
+from kvtier.storage_backends.slots.columns import PAGE, Entry, PageColumns
 from kvtier.storage_backends.slots.extents import Extent, ExtentAllocator, Region, slot_bytes_of
 from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
 
@@ -40,14 +42,6 @@ _VICTIMS_SHARE = 16
 class Removed(NamedTuple):
     key: bytes
     why: Removal
-
-
-class Entry(NamedTuple):
-    """A page with its place: `offset` in bytes into the space."""
-
-    key: bytes
-    meta: PageMeta
-    offset: int
 
 
 class SlotTable:
@@ -187,12 +181,25 @@ class SlotTable:
         """Whether the page under `key` is the one in `row`, and visible."""
         return self._live.get(key) == row
 
-    def entries(self, *, staged: bool) -> list[Entry]:
+    def columns(self, *, staged: bool) -> PageColumns:
         """Published pages, and with `staged` the staged ones too, the least recently used first. A snapshot."""
         states = self._rows.states[: self._rows.count]
         rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
         rows = rows[np.argsort(self._rows.stamps[rows], kind="stable")]
-        return [Entry(self._rows.key(s.id), meta, s.offset) for s, meta in self.describe(rows)]
+        pages, fixed = np.empty(len(rows), PAGE), self._rows.fixed[rows]
+        for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
+            pages[name] = fixed[name]
+        pages["key"] = self._rows.keys(rows)
+        pages["spec"] = np.array(self._specs, f"V{FINGERPRINT_BYTES}")[fixed["spec"]] if len(rows) else b""
+        origin = self._origins.get
+        origins = (
+            {i: o for i, row in enumerate(rows.tolist()) if (o := origin(row)) is not None} if self._origins else {}
+        )
+        return PageColumns(pages, origins)
+
+    def entries(self, *, staged: bool) -> list[Entry]:
+        """As `columns`, page by page."""
+        return self.columns(staged=staged).entries()
 
     # ---- removing
 
@@ -216,30 +223,25 @@ class SlotTable:
 
     # ---- opening, counting
 
-    def recover(self, entries: Sequence[Entry]) -> None:
-        """Fill an empty table, `entries` the least recently used first. Slots must not overlap."""
-        placed = []
-        for entry in entries:
-            row = self._rows.new()
-            self._clock += 1
-            rows = self._rows
-            rows.offset[row], rows.stamp[row], rows.state[row] = entry.offset, self._clock, FILLING
-            rows.nbytes[row], rows.form[row] = entry.meta.nbytes, entry.meta.form
-            rows.valid_tokens[row], rows.spec[row] = entry.meta.valid_tokens, self._spec_id(entry.meta.spec)
-            rows.set_key(row, entry.key)
-            rows.set_checksum(row, entry.meta.checksum)
-            if entry.meta.origin:
-                self._origins[row] = entry.meta.origin
-            rows.state[row] = LIVE
-            self._live[entry.key] = row
-            placed.append((entry.offset, slot_bytes_of(entry.meta.nbytes), row))
-        placed.sort()
-        for start, slot_bytes, members in self._runs(placed):
+    def recover(self, pages: PageColumns) -> None:
+        """Fill an empty table, the least recently used page first. Slots must not overlap."""
+        specs = pages.pages["spec"].tolist()
+        ids = {spec: self._spec_id(spec) for spec in dict.fromkeys(specs)}
+        rows = self._rows
+        first = rows.fill(pages, [ids[spec] for spec in specs])
+        last = first + len(pages)
+        rows.stamps[first:last] = np.arange(self._clock + 1, self._clock + 1 + len(pages))
+        self._clock += len(pages)
+        rows.states[first:last] = LIVE
+        self._live = dict(zip(pages.keys(), range(first, last), strict=True))
+        self._origins = {first + i: origin for i, origin in pages.origins.items()}
+        slots = np.maximum(1, -(-pages.pages["nbytes"] // SLOT_ALIGN)) * SLOT_ALIGN
+        order = np.argsort(pages.pages["offset"], kind="stable")
+        for start, slot_bytes, members in self._runs(pages.pages["offset"][order], slots[order], order + first):
             extent = self._slots.restore(start, slot_bytes, members)
-            for row in extent.members():
-                self._rows.extent[row] = start
-                self.used_bytes += slot_bytes
-        self.recovered_pages += len(placed)
+            rows.extents[extent.members()] = start
+        self.used_bytes += int(slots.sum())
+        self.recovered_pages += len(pages)
 
     def count_lost(self, pages: int, why: Removal) -> None:
         """Pages found on opening that could not be kept."""
@@ -352,21 +354,23 @@ class SlotTable:
         order = np.argsort(-stamps, kind="stable")
         self._victims = list(zip(rows[order].tolist(), stamps[order].tolist(), strict=True))
 
-    def _runs(self, placed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
-        """Group (offset, slot size, row), ordered by offset, into extents: start, slot size, row or -1 per slot."""
+    def _runs(
+        self, offsets: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Group pages, ordered by offset, into extents: start, slot size, row or -1 per slot."""
         at = 0
-        while at < len(placed):
-            start, slot_bytes, row = placed[at]
+        while at < len(offsets):
+            start, slot_bytes = int(offsets[at]), int(slots[at])
             limit = min(self._slots.region_end(start), start + max(slot_bytes, self._slots.extent_bytes))
-            members = [row]
-            at += 1
-            while at < len(placed) and placed[at][1] == slot_bytes and placed[at][0] + slot_bytes <= limit:
-                slots, odd = divmod(placed[at][0] - start, slot_bytes)
-                if odd:
-                    break
-                members += [-1] * (slots - len(members)) + [placed[at][2]]
-                at += 1
-            yield start, slot_bytes, members
+            end = at + int(np.searchsorted(offsets[at:], limit - slot_bytes, side="right"))
+            places, odd = np.divmod(offsets[at:end] - start, slot_bytes)
+            strange = np.flatnonzero((slots[at:end] != slot_bytes) | (odd != 0))
+            if len(strange):
+                end = at + int(strange[0])
+            members = np.full(int(places[end - at - 1]) + 1, -1, np.int64)
+            members[places[: end - at]] = rows[at:end]
+            yield start, slot_bytes, members.tolist()
+            at = end
 
 
 def check_meta(meta: PageMeta) -> None:

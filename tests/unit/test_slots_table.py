@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from kvtier.abc.tier import PageMeta, PutStatus, Removal
+from kvtier.storage_backends.slots.columns import Entry, PageColumns
 from kvtier.storage_backends.slots.extents import Region
-from kvtier.storage_backends.slots.table import Entry, SlotTable
+from kvtier.storage_backends.slots.table import SlotTable
 from kvtier.testing.pages import item_of, key_of
 
 
@@ -85,7 +86,7 @@ def test_what_is_recovered_is_what_was() -> None:
         add(table, number, rng.choice([4096, 5000, 20_000, 20_000, 100_000]))
     entries = table.entries(staged=False)
     again = SlotTable(regions, 1 << 20)
-    again.recover(entries)
+    again.recover(PageColumns.of(entries))
     assert again.entries(staged=False) == entries
     assert (again.recovered_pages, len(again), again.used_bytes) == (len(entries), len(table), table.used_bytes)
     for number in range(1000, 1400):  # no slot is given out twice
@@ -123,5 +124,5 @@ def test_a_full_table_stays_full_until_something_changes() -> None:
 def test_entries_hold_an_items_description() -> None:
     item = item_of(key_of(1), 5000)
     table = SlotTable([Region(0, 1 << 20)], 1 << 20)
-    table.recover([Entry(item.key, item.meta, 4096)])
+    table.recover(PageColumns.of([Entry(item.key, item.meta, 4096)]))
     assert table.entries(staged=False) == [Entry(item.key, item.meta, 4096)]
