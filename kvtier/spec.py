@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -67,10 +67,12 @@ class GlobalScale(str, Enum):
 
     page: one power of two per compressed buffer, chosen from the page and stored in it.
     identity: 1 everywhere, nothing stored (the public layout's exact bytes).
+    checkpoint: calibrated numbers, one per layer for K and for V, stored in every page.
     """
 
     PAGE = "page"
     IDENTITY = "identity"
+    CHECKPOINT = "checkpoint"
 
 
 class Coding(str, Enum):
@@ -93,10 +95,14 @@ class Coding(str, Enum):
 @dataclass(frozen=True, slots=True)
 class Codings:
     """What a codec does with attention buffers: `key` with K, `rotary` with the rotary range of K and of latents
-    (None: like the columns beside it); everything else is NVFP4."""
+    (None: like the columns beside it); everything else is NVFP4.
+
+    levels: how much finer each buffer of the page is stored than that says, or nothing where none is: 0 not at all,
+    1 as two NVFP4 components, 2 as it is. FP8 buffers, which two components would not shrink, are kept from 1 on."""
 
     key: Coding = Coding.NVFP4
     rotary: Coding | None = None
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +342,8 @@ class ColdLayout:
     of each row; then the buffers stored losslessly, then zeros up to 16 bytes. With ``GlobalScale.PAGE`` one signed
     byte k per part with scales follows the last record, padded alike; `scale_table_offset` is -1 when there is none.
     `parts` are in the order of the buffers: one per buffer, two where its rotary columns are stored apart.
+    `global_scales`, of each part, are those of ``GlobalScale.CHECKPOINT``, whose table holds a float32 instead of k.
+    A page with `levels` ends with one byte for each buffer that says its level, padded alike, at `levels_offset`.
     """
 
     spec: PageSpec
@@ -344,6 +352,12 @@ class ColdLayout:
     scale_table_offset: int
     scale_table_bytes: int
     cold_page_bytes: int
+    global_scales: tuple[float, ...] = ()
+    levels: tuple[int, ...] = ()
+
+    @property
+    def levels_offset(self) -> int:
+        return self.cold_page_bytes - levels_bytes(self.spec) if self.levels else -1
 
     @property
     def ratio(self) -> float:
@@ -357,10 +371,14 @@ class ColdLayout:
         quantize: bool,
         global_scale: GlobalScale = GlobalScale.PAGE,
         codings: Codings = Codings(),
+        checkpoint: Mapping[int, float] | None = None,
     ) -> ColdLayout:
         """The layout of `spec` with its compressible buffers as `codings` say, or, without `quantize`, all of them raw.
 
-        Raises SpecError where `codings` ask for what the page cannot have."""
+        checkpoint: global scale by buffer, for ``GlobalScale.CHECKPOINT``; without it the layout serves to read pages,
+        which hold their own. Raises SpecError where `codings` ask for what the page cannot have."""
+        if codings.levels and len(codings.levels) != len(spec.buffers):
+            raise SpecError(f"{len(codings.levels)} levels for a page of {len(spec.buffers)} buffers")
         rotary = any(b.rotary != (0, 0) for b in spec.buffers if b.compressible)
         if quantize and codings.rotary is not None and not rotary:
             raise SpecError(
@@ -376,6 +394,7 @@ class ColdLayout:
                 for i in members
                 if quantize and spec.buffers[i].compressible
                 for part in _split(i, spec.buffers[i], codings)
+                if part[3] is not Coding.RAW or part[2] != spec.buffers[i].dim
             ]
             sizes = [_part_bytes(spec.buffers[i], columns, coding) for i, _, columns, coding in split]
             data = []
@@ -406,12 +425,24 @@ class ColdLayout:
                     at += b.hot_bytes
             parts += sorted(done, key=lambda part: (part.buffer, part.column))
             at = _align(at)
-        with_k = sum(part.has_k for part in parts)
-        table, table_bytes = -1, 0
-        if global_scale is GlobalScale.PAGE and with_k:
-            table, table_bytes = at, with_k
-            at = _align(at + with_k)
-        return ColdLayout(spec, global_scale, tuple(parts), table, table_bytes, at)
+        table, table_bytes = -1, sum(part.has_k for part in parts) * _TABLE_ENTRY_BYTES[global_scale]
+        if table_bytes:
+            table, at = at, _align(at + table_bytes)
+        if codings.levels:
+            at += levels_bytes(spec)
+        scales: tuple[float, ...] = ()
+        if global_scale is GlobalScale.CHECKPOINT and table_bytes:
+            scales = tuple((checkpoint[p.buffer] if checkpoint else 1.0) if p.has_k else 0.0 for p in parts)
+        return ColdLayout(spec, global_scale, tuple(parts), table, table_bytes, at, scales, codings.levels)
+
+
+_TABLE_ENTRY_BYTES = {GlobalScale.PAGE: 1, GlobalScale.IDENTITY: 0, GlobalScale.CHECKPOINT: 4}
+LEVEL_MAX = 2
+
+
+def levels_bytes(spec: PageSpec) -> int:
+    """Bytes of the levels at the end of a page that has some."""
+    return _align(len(spec.buffers))
 
 
 _Part = tuple[int, int, int, Coding]
@@ -421,6 +452,10 @@ _KEPT = frozenset({Coding.RAW, Coding.FP8})
 
 def _split(buffer: int, spec: BufferSpec, codings: Codings) -> list[_Part]:
     """(buffer, column, columns, coding) of each part of a compressed buffer, by column."""
+    level = codings.levels[buffer] if codings.levels else 0
+    if level:
+        finer = level == 1 and spec.dtype is not DType.FP8_E4M3
+        return [(buffer, 0, spec.dim, Coding.TWO_FP4 if finer else Coding.RAW)]
     rest = codings.key if spec.role is Role.K else Coding.NVFP4
     begin, end = spec.rotary
     if codings.rotary is None or begin == end:

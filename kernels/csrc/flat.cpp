@@ -15,7 +15,7 @@ void quantize_floats(const uint8_t* x, int64_t groups, int k, uint8_t* data, uin
     std::memcpy(group, x, sizeof group);
     for (float value : group) amax = std::fabs(value) > amax ? std::fabs(value) : amax;
     scales[g] = scale_code(amax, global_scale);
-    const float inverse = inverse_step(scales[g], k);
+    const float inverse = inverse_step(scales[g], global_scale);
     for (int i = 0; i < kGroup; i += 2) {
       const int even = e2m1_magnitude(std::fabs(group[i] * inverse)) | (std::signbit(group[i]) ? 8 : 0);
       const int odd = e2m1_magnitude(std::fabs(group[i + 1] * inverse)) | (std::signbit(group[i + 1]) ? 8 : 0);
@@ -49,7 +49,7 @@ bool quantize_flat(DType dtype, const uint8_t* x, int64_t values, int k, uint8_t
     return true;
   }
   if (kernels.amax16(rows, values) >= (dtype == DType::kFP16 ? 0x7C00u : 0x7F80u)) return false;
-  kernels.encode16(rows, values / kGroup, Ahead{}, encode_table(dtype, k), data, scales);
+  kernels.encode16(rows, values / kGroup, Ahead{}, encode_table(dtype, power_of_two(-k)), data, scales);
   return true;
 }
 
@@ -57,7 +57,7 @@ void dequantize_flat(DType dtype, const uint8_t* data, const uint8_t* scales, in
   const RowKernels& kernels = row_kernels();
   const Rows rows = Rows::single(out, values > 0);
   // Every value is exact in BF16, so float32 takes BF16's table.
-  const DecodeTable& table = decode_table(dtype == DType::kFP16 ? DType::kFP16 : DType::kBF16, k);
+  const DecodeTable& table = decode_table(dtype == DType::kFP16 ? DType::kFP16 : DType::kBF16, power_of_two(-k));
   (dtype == DType::kFP32 ? kernels.decode32 : kernels.decode16)(data, scales, values / kGroup, Ahead{}, table, rows,
                                                                          false);
 }

@@ -83,7 +83,7 @@ void encode_plain(const FormKernels& kernels, const RowKernels& rows, const Form
   for (int64_t t = 0; t < part.tokens; ++t)
     kernels.widen(row_of(part, head, t), b.dim, fp8, scratch.bits.data() + t * b.dim);
   const Rows dense = Rows::single(reinterpret_cast<const uint8_t*>(scratch.bits.data()), true);
-  rows.encode16(dense, part.tokens * b.dim / kGroup, Ahead{}, encode_table(DType::kFP16, part.k), data, scales);
+  rows.encode16(dense, part.tokens * b.dim / kGroup, Ahead{}, encode_table(DType::kFP16, part.global_scale), data, scales);
 }
 
 void decode_plain(const FormKernels& kernels, const RowKernels& rows, const FormPart& part, Scratch& scratch,
@@ -91,7 +91,7 @@ void decode_plain(const FormKernels& kernels, const RowKernels& rows, const Form
   if (part.tokens == 0) return;
   const BufferPlan& b = part.plan;
   const Rows dense = Rows::single(reinterpret_cast<const uint8_t*>(scratch.bits.data()), true);
-  rows.decode16(data, scales, part.tokens * b.dim / kGroup, Ahead{}, fp8_decode_table(part.k, b.fp8_scale()), dense, false);
+  rows.decode16(data, scales, part.tokens * b.dim / kGroup, Ahead{}, fp8_decode_table(part.global_scale, b.fp8_scale()), dense, false);
   for (int64_t t = 0; t < part.tokens; ++t)
     kernels.narrow(scratch.bits.data() + t * b.dim, b.dim, row_of(part, head, t));
 }
@@ -99,7 +99,7 @@ void decode_plain(const FormKernels& kernels, const RowKernels& rows, const Form
 void encode_tokens(const FormKernels& kernels, const FormPart& part, const float* x, uint8_t* data, uint8_t* scales,
                    uint8_t* side) {
   const BufferPlan& b = part.plan;
-  const float global_scale = power_of_two(-part.k);
+  const float global_scale = part.global_scale;
   std::vector<uint16_t>& middles = scratch_for(b).bits;
   for (int64_t t = 0; t < b.tokens; t += kGroup, scales += b.dim, side += b.dim * 2) {
     const int64_t valid = std::min<int64_t>(part.tokens - t, kGroup);
@@ -122,7 +122,7 @@ void decode_tokens(const FormKernels& kernels, const FormPart& part, const uint8
     std::memcpy(scratch.bits.data(), side, size_t(b.dim * 2));
     kernels.widen16(scratch.bits.data(), b.dim, coded_of(b), scratch.mean.data());
     kernels.decode_token(data + t * b.dim / 2, scales, scratch.mean.data(), std::min<int64_t>(part.tokens - t, kGroup),
-                         b.dim, step_table(part.k), x + t * b.dim);
+                         b.dim, step_table(part.global_scale), x + t * b.dim);
   }
 }
 
@@ -144,7 +144,7 @@ bool encode_form(const FormPart& part, uint8_t* cold) {
   Scratch& scratch = scratch_for(b);
   float* x = scratch.x.data();
   const int64_t valid = part.tokens * b.dim, rest = (b.tokens - part.tokens) * b.dim;
-  const float global_scale = power_of_two(-part.k);
+  const float global_scale = part.global_scale;
   uint8_t* flags = cold + b.side_offset + b.heads * b.dim * 2;
   if (coding == Coding::kFp8Mean) std::memset(flags, 0, size_t((b.heads * b.tokens + 7) / 8));
   bool fits = true;
@@ -212,11 +212,11 @@ void decode_form(const FormPart& part, const uint8_t* cold) {
       kernels.widen16(scratch.bits.data(), b.dim, coded_of(b), scratch.mean.data());
     }
     switch (coding) {
-      case Coding::kTwoFp4: kernels.decode_two(data, scales, part.tokens * b.dim / kGroup, step_table(part.k), x); break;
+      case Coding::kTwoFp4: kernels.decode_two(data, scales, part.tokens * b.dim / kGroup, step_table(part.global_scale), x); break;
       case Coding::kOffset:
         for (int64_t t = 0; t < part.tokens; ++t)
           kernels.decode_offset(data + t * b.dim / 2, scales + t * b.dim / kGroup, scratch.mean.data(), b.dim / kGroup,
-                                step_table(part.k), x + t * b.dim);
+                                step_table(part.global_scale), x + t * b.dim);
         break;
       case Coding::kToken: decode_tokens(kernels, part, data, scales, cold + at.side, x); break;
       default:

@@ -51,7 +51,7 @@ struct FormPart {
   const BufferPlan& plan;
   uint8_t* page;
   int64_t tokens;
-  int k;
+  float global_scale;
   bool stream;  // decoded rows are written around the cache; the caller fences
 };
 uint16_t fp8_amax(const FormPart& part);

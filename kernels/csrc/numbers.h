@@ -96,7 +96,9 @@ inline uint8_t scale_code(float amax, float global_scale) {
   return uint8_t(((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - ((127u - 7u) << 3));
 }
 
-inline float inverse_step(uint8_t scale, int k) { return 1.0f / (e4m3_to_float(scale) * power_of_two(k)); }
+inline float inverse_step(uint8_t scale, float global_scale) {
+  return 1.0f / (e4m3_to_float(scale) * (1.0f / global_scale));
+}
 
 // Magnitude code of e2m1: nearest, ties to the even code, saturating.
 inline int e2m1_magnitude(float a) {

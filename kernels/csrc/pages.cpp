@@ -51,9 +51,29 @@ struct Extent {
   int64_t begin, end;
 };
 
+int64_t table_bytes_before(const Batch& batch, int64_t buffer) {
+  int64_t bytes = 0;
+  for (int64_t n = 0; n < buffer; ++n) bytes += batch.buffers[n].table_bytes();
+  return bytes;
+}
+
 int64_t table_bytes(const Batch& batch) {
   if (batch.table_offset < 0) return 0;
-  return std::count_if(batch.buffers, batch.buffers + batch.num_buffers, [](const BufferPlan& b) { return b.has_k(); });
+  return table_bytes_before(batch, batch.num_buffers);
+}
+
+float checkpoint_scale(const uint8_t* entry) {
+  float global_scale;
+  std::memcpy(&global_scale, entry, sizeof global_scale);
+  return global_scale;
+}
+
+// Global scale of a part from its entry in a cold page's table, which moves on.
+float stored_scale(const Batch& batch, const BufferPlan& b, const uint8_t*& table) {
+  if (batch.table_offset < 0 || !b.has_k()) return 1.0f;
+  const uint8_t* entry = table;
+  table += b.table_bytes();
+  return b.global_scale_bits ? checkpoint_scale(entry) : power_of_two(-int8_t(*entry));
 }
 
 struct Sizes {
@@ -116,6 +136,8 @@ void check_buffer(const Batch& batch, int64_t index) {
     fail(name + ": " + text(b.tokens) + " tokens are not a multiple of " + text(kGroup));
   if (dtype_of(b) == DType::kFP8 && !(b.fp8_scale() > 0 && std::isfinite(b.fp8_scale()) && std::isfinite(1 / b.fp8_scale())))
     fail(name + ": fp8_scale must be a positive number");
+  if (b.global_scale_bits && !checkpoint_scale_ok(dtype_of(b), b.global_scale()))
+    fail(name + ": the global scale of its checkpoint is out of range for such values");
   if (b.dim % kGroup) fail(name + ": dim " + text(b.dim) + " is not a multiple of " + text(kGroup));
 }
 
@@ -202,11 +224,11 @@ void copy_out(const BufferPlan& b, const uint8_t* cold, const Span& span) {
 }
 
 void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, int64_t tokens, const Ahead& ahead,
-              int k, uint8_t* cold) {
+              float global_scale, uint8_t* cold) {
   uint8_t* data = cold + b.data_offset;
   uint8_t* scales = cold + b.scale_offset;
   const auto encode = dtype_of(b) == DType::kFP32 ? kernels.encode32 : kernels.encode16;
-  encode(span.rows, span.dim / kGroup, ahead, encode_table(coded_dtype(b), k), data, scales);
+  encode(span.rows, span.dim / kGroup, ahead, encode_table(coded_dtype(b), global_scale), data, scales);
   for (int64_t h = 0; h < b.heads && tokens < b.tokens; ++h) {
     const int64_t first = (h * b.tokens + tokens) * b.dim, rest = (b.tokens - tokens) * b.dim;
     std::memset(data + first / 2, 0, size_t(rest / 2));
@@ -215,9 +237,9 @@ void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, 
 }
 
 void dequantize(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, const Span& span,
-                const Ahead& ahead, int k, bool stream) {
+                const Ahead& ahead, float global_scale, bool stream) {
   const auto decode = dtype_of(b) == DType::kFP32 ? kernels.decode32 : kernels.decode16;
-  decode(cold + b.data_offset, cold + b.scale_offset, span.dim / kGroup, ahead, decode_table(coded_dtype(b), k),
+  decode(cold + b.data_offset, cold + b.scale_offset, span.dim / kGroup, ahead, decode_table(coded_dtype(b), global_scale),
          span.rows, stream);
 }
 
@@ -240,15 +262,22 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
     }
     const uint16_t amax = amax_bits(kernels, b, page, tokens, span);
     if (amax >= (coded_dtype(b) == DType::kFP16 ? 0x7C00 : 0x7F80)) return kNonFinite;
-    GlobalScaleChoice choice{0, false};
+    float global_scale = 1.0f;
     if (batch.table_offset >= 0 && b.has_k()) {
-      choice = select_k(dtype_of(b), largest(b, amax));
-      if (choice.clips) return kOutOfRange;
-      *table++ = uint8_t(choice.k);
+      if (b.global_scale_bits) {
+        global_scale = b.global_scale();
+        std::memcpy(table, &global_scale, sizeof global_scale);
+      } else {
+        const GlobalScaleChoice choice = select_k(dtype_of(b), largest(b, amax));
+        if (choice.clips) return kOutOfRange;
+        global_scale = power_of_two(-choice.k);
+        *table = uint8_t(choice.k);
+      }
+      table += b.table_bytes();
     }
     if (direct(b))
-      quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), choice.k, cold);
-    else if (!encode_form({b, page, tokens, choice.k, false}, cold))
+      quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), global_scale, cold);
+    else if (!encode_form({b, page, tokens, global_scale, false}, cold))
       return kOutOfRange;
   }
   return kAccepted;
@@ -294,7 +323,16 @@ void check_decode(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
     const uint8_t* table = arena + batch.offsets[i] + batch.table_offset;
     for (int64_t n = 0; n < batch.num_buffers; ++n) {
       if (!batch.buffers[n].has_k()) continue;
-      const int k = int8_t(*table++);
+      const uint8_t* entry = table;
+      table += batch.buffers[n].table_bytes();
+      if (batch.buffers[n].global_scale_bits) {
+        const float global_scale = checkpoint_scale(entry);
+        if (!checkpoint_scale_ok(dtype_of(batch.buffers[n]), global_scale))
+          fail("cold page " + text(i) + " of the batch: the global scale of buffer " + text(n) +
+               " is out of range; the bytes are not those of such a page");
+        continue;
+      }
+      const int k = int8_t(*entry);
       const KLimits limits = k_limits(dtype_of(batch.buffers[n]));
       if (k < limits.low || k > limits.high)
         fail("cold page " + text(i) + " of the batch: k = " + text(k) + " for buffer " + text(n) + " is outside [" +
@@ -320,21 +358,20 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
   int64_t hot_bytes = 0;
   for (int64_t n = buffer_begin; n < buffer_end; ++n) hot_bytes += values(batch.buffers[n]) * item_bytes(batch.buffers[n]);
   const bool stream = hot_bytes * batch.num_pages >= kStreamBytes;
-  const int64_t packed_before =
-      std::count_if(batch.buffers, batch.buffers + buffer_begin, [](const BufferPlan& b) { return b.has_k(); });
+  const int64_t table_before = table_bytes_before(batch, buffer_begin);
   for (int64_t i = 0; i < batch.num_pages; ++i) {
     const uint8_t* cold = arena + batch.offsets[i];
-    const uint8_t* table = cold + batch.table_offset + packed_before;
+    const uint8_t* table = cold + batch.table_offset + table_before;
     for (int64_t n = buffer_begin; n < buffer_end; ++n) {
       const BufferPlan& b = batch.buffers[n];
       uint8_t* page = page_address(b, batch.page_ids[i]);
       const int64_t tokens = valid_tokens(batch, b, i);
       const Span span = span_of(b, page, tokens);
-      const int k = batch.table_offset >= 0 && b.has_k() ? int8_t(*table++) : 0;
+      const float global_scale = stored_scale(batch, b, table);
       if (direct(b))
-        dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), k, stream);
+        dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), global_scale, stream);
       else if (b.compressed())
-        decode_form({b, page, tokens, k, stream}, cold);
+        decode_form({b, page, tokens, global_scale, stream}, cold);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
@@ -354,16 +391,16 @@ void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
     for (int64_t n = 0; n < batch.num_buffers; ++n, sums += 2) {
       const BufferPlan& b = batch.buffers[n];
       if (!b.compressed()) continue;
-      const int k = batch.table_offset >= 0 && b.has_k() ? int8_t(*table++) : 0;
+      const float global_scale = stored_scale(batch, b, table);
       decoded.resize(size_t(values(b) * item_bytes(b)));
       rows.resize(size_t(2 * b.dim));
       BufferPlan dense_plan = b;
       dense_plan.head_stride = b.tokens * row_bytes(b), dense_plan.token_stride = row_bytes(b);
       const int64_t tokens = valid_tokens(batch, b, i);
       if (direct(b))
-        dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, k, false);
+        dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, global_scale, false);
       else
-        decode_form({dense_plan, decoded.data(), tokens, k, false}, cold);
+        decode_form({dense_plan, decoded.data(), tokens, global_scale, false}, cold);
       Fp8Values fp8;
       if (dtype_of(b) == DType::kFP8) fill(fp8, b.fp8_scale());
       const uint8_t* page = page_address(b, batch.page_ids[i]);

@@ -18,13 +18,17 @@ struct BufferPlan {
   int64_t data_offset, scale_offset;
   int64_t side_offset;     // of means, middles and flags
   int64_t fp8_scale_bits;  // what an e4m3 element is multiplied by, as the bits of a float
+  int64_t global_scale_bits;  // of a checkpoint, as the bits of a float; 0: chosen for the page, or 1
 
   bool compressed() const { return coding != int64_t(Coding::kRaw); }
   // Has scale bytes, and a byte k in the table.
   bool has_k() const { return compressed() && coding != int64_t(Coding::kFp8) && coding != int64_t(Coding::kFp8Mean); }
   float fp8_scale() const { return float_of(uint32_t(fp8_scale_bits)); }
+  float global_scale() const { return float_of(uint32_t(global_scale_bits)); }
+  // Bytes of its entry in the table: k, or the global scale itself.
+  int64_t table_bytes() const { return !has_k() ? 0 : global_scale_bits ? 4 : 1; }
 };
-constexpr int64_t kPlanFields = 14;
+constexpr int64_t kPlanFields = 15;
 static_assert(sizeof(BufferPlan) == kPlanFields * sizeof(int64_t));
 
 struct Batch {
@@ -37,7 +41,7 @@ struct Batch {
   int64_t page_tokens;
   int64_t arena_bytes;
   int64_t cold_bytes;
-  int64_t table_offset;  // of the signed bytes k, -1 where the global scale is 1
+  int64_t table_offset;  // of the entries of BufferPlan::table_bytes(), -1 where the global scale is 1
 };
 
 enum Refusal : uint8_t { kAccepted = 0, kNonFinite = 1, kOutOfRange = 2 };

@@ -15,14 +15,13 @@ float widen(DType dtype, uint16_t bits) {
 
 uint16_t largest_finite(DType dtype) { return dtype == DType::kFP16 ? 0x7BFF : 0x7F7F; }
 
-void fill(EncodeTable& table, DType dtype, int k) {
-  const float global_scale = power_of_two(-k);
+void fill(EncodeTable& table, DType dtype, float global_scale) {
   const uint16_t last = largest_finite(dtype);
   for (int m = 0; m < 1 << 15; ++m)
     table.scale[m] = m > last ? uint8_t(kScaleMaxCode) : scale_code(widen(dtype, uint16_t(m)), global_scale);
   for (int code = 0; code < 128; ++code) {
     const bool used = code >= kScaleMinCode && code <= kScaleMaxCode;
-    const float inverse = used ? inverse_step(uint8_t(code), k) : 0.0f;
+    const float inverse = used ? inverse_step(uint8_t(code), global_scale) : 0.0f;
     for (int i = 0; i < 8; ++i) {
       // The smallest magnitude whose code is above i; codes grow with magnitude, so bisect.
       int below = 0, above = last + 1;
@@ -35,8 +34,8 @@ void fill(EncodeTable& table, DType dtype, int k) {
   }
 }
 
-void fill(DecodeTable& table, DType dtype, int k) {
-  const float global = power_of_two(k);
+void fill(DecodeTable& table, DType dtype, float global_scale) {
+  const float global = 1.0f / global_scale;
   for (int scale = 0; scale < 256; ++scale)
     for (int code = 0; code < 16; ++code) {
       const float x = e2m1_to_float(code) * (e4m3_to_float(uint8_t(scale)) * global);
@@ -46,15 +45,16 @@ void fill(DecodeTable& table, DType dtype, int k) {
     }
 }
 
-void fill(StepTable& table, DType, int k) {
+void fill(StepTable& table, DType, float global_scale) {
+  const float global = 1.0f / global_scale;
   for (int code = 0; code < 128; ++code) {
-    table.step[code] = e4m3_to_float(uint8_t(code)) * power_of_two(k);
-    table.inverse[code] = code >= kScaleMinCode && code <= kScaleMaxCode ? inverse_step(uint8_t(code), k) : 0.0f;
+    table.step[code] = e4m3_to_float(uint8_t(code)) * global;
+    table.inverse[code] = code >= kScaleMinCode && code <= kScaleMaxCode ? inverse_step(uint8_t(code), global_scale) : 0.0f;
   }
 }
 
-void fill_fp8(DecodeTable& table, float inverse_scale, int k) {
-  const float global = power_of_two(k);
+void fill_fp8(DecodeTable& table, float inverse_scale, float global_scale) {
+  const float global = 1.0f / global_scale;
   for (int scale = 0; scale < 256; ++scale)
     for (int code = 0; code < 16; ++code) {
       const float x = e2m1_to_float(code) * (e4m3_to_float(uint8_t(scale)) * global);
@@ -66,11 +66,11 @@ void fill_fp8(DecodeTable& table, float inverse_scale, int k) {
 template <class Table>
 class Cache {
  public:
-  const Table& at(DType dtype, int k) {
-    Entry& entry = entries_[dtype == DType::kFP16][size_t(k + 100)];
+  const Table& at(DType dtype, float global_scale) {
+    Entry& entry = entry_of(dtype == DType::kFP16, global_scale);
     std::call_once(entry.once, [&] {
       auto table = std::make_unique<Table>();
-      fill(*table, dtype, k);
+      fill(*table, dtype, global_scale);
       entry.table = std::move(table);
     });
     return *entry.table;
@@ -81,37 +81,50 @@ class Cache {
     std::once_flag once;
     std::unique_ptr<Table> table;
   };
-  std::array<std::array<Entry, 201>, 2> entries_;
+
+  Entry& entry_of(bool fp16, float global_scale) {
+    int exponent;
+    const int k = std::frexp(global_scale, &exponent) == 0.5f ? 1 - exponent : kMaxK + 1;
+    if (k >= -kMaxK && k <= kMaxK) return entries_[fp16][size_t(k + kMaxK)];
+    // A model has two per layer at most.
+    std::lock_guard<std::mutex> lock(mutex_);
+    return others_[{fp16, bits_of(global_scale)}];
+  }
+
+  static constexpr int kMaxK = 100;
+  std::array<std::array<Entry, 2 * kMaxK + 1>, 2> entries_;
+  std::mutex mutex_;
+  std::map<std::pair<bool, uint32_t>, Entry> others_;
 };
 
 }  // namespace
 
-const EncodeTable& encode_table(DType dtype, int k) {
+const EncodeTable& encode_table(DType dtype, float global_scale) {
   static Cache<EncodeTable>& cache = *new Cache<EncodeTable>;
-  return cache.at(dtype, k);
+  return cache.at(dtype, global_scale);
 }
 
-const DecodeTable& decode_table(DType dtype, int k) {
+const DecodeTable& decode_table(DType dtype, float global_scale) {
   static Cache<DecodeTable>& cache = *new Cache<DecodeTable>;
-  return cache.at(dtype, k);
+  return cache.at(dtype, global_scale);
 }
 
-const DecodeTable& fp8_decode_table(int k, float fp8_scale) {
+const DecodeTable& fp8_decode_table(float global_scale, float fp8_scale) {
   // Engines have few scales, one per layer and role at most; an entry is 8 KiB and stays.
   static std::mutex& mutex = *new std::mutex;
-  static auto& tables = *new std::map<std::pair<int, uint32_t>, std::unique_ptr<DecodeTable>>;
+  static auto& tables = *new std::map<std::pair<uint32_t, uint32_t>, std::unique_ptr<DecodeTable>>;
   std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<DecodeTable>& table = tables[{k, bits_of(fp8_scale)}];
+  std::unique_ptr<DecodeTable>& table = tables[{bits_of(global_scale), bits_of(fp8_scale)}];
   if (!table) {
     table = std::make_unique<DecodeTable>();
-    fill_fp8(*table, 1.0f / fp8_scale, k);
+    fill_fp8(*table, 1.0f / fp8_scale, global_scale);
   }
   return *table;
 }
 
-const StepTable& step_table(int k) {
+const StepTable& step_table(float global_scale) {
   static Cache<StepTable>& cache = *new Cache<StepTable>;
-  return cache.at(DType::kBF16, k);
+  return cache.at(DType::kBF16, global_scale);
 }
 
 void fill(Fp8Values& values, float fp8_scale) {

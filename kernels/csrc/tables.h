@@ -1,4 +1,5 @@
-// Tables that turn NVFP4 arithmetic on 16-bit values into look-ups and integer compares. Built once per (type, k).
+// Tables that turn NVFP4 arithmetic on 16-bit values into look-ups and integer compares. Built once per type and global
+// scale, which is 2^-k or a number from a checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -29,18 +30,23 @@ constexpr KLimits k_limits(DType dtype) {
   return dtype == DType::kFP16 ? KLimits{-14, 4} : dtype == DType::kFP8 ? KLimits{-2, 4} : KLimits{-100, 100};
 }
 
-// `dtype` is kBF16 or kFP16, k within its limits. Thread-safe; the table lives as long as the process.
-const EncodeTable& encode_table(DType dtype, int k);
-const DecodeTable& decode_table(DType dtype, int k);
+// Range of a global scale of a checkpoint: as far as 2^-k goes below, so that no value decodes past the type's end.
+inline bool checkpoint_scale_ok(DType dtype, float global_scale) {
+  return global_scale >= power_of_two(-k_limits(dtype).high) && global_scale <= 0x1p100f;
+}
+
+// `dtype` is kBF16 or kFP16; a global scale is within its limits. Thread-safe; the table lives as long as the process.
+const EncodeTable& encode_table(DType dtype, float global_scale);
+const DecodeTable& decode_table(DType dtype, float global_scale);
 
 // Values in the low bytes as e4m3 codes of what FP8 elements with that scale mean; the high bytes are 0.
-const DecodeTable& fp8_decode_table(int k, float fp8_scale);
+const DecodeTable& fp8_decode_table(float global_scale, float fp8_scale);
 
 struct StepTable {
   float step[128];     // what one unit of e2m1 is worth, by scale code
   float inverse[128];  // its correctly rounded reciprocal
 };
-const StepTable& step_table(int k);
+const StepTable& step_table(float global_scale);
 
 // What an FP8 element with its scale is worth, by its code: as FP16 and widened again. NaN codes give NaN.
 struct Fp8Values {

@@ -61,19 +61,20 @@ def _positive_zeros(data: U8) -> U8:
     return _pack(np.where(codes == 8, 0, codes))
 
 
-def encode_2fp4(x: F32, k: int) -> tuple[U8, U8]:
+def encode_2fp4(x: F32, k: int, global_scale: float | None = None) -> tuple[U8, U8]:
     """Nibbles ``[heads, tokens, dim / 16, 2, 8]`` and scales ``[heads, tokens, dim / 16, 2]``: the value, then what it
     left."""
-    main, main_scales = quantize(x, k)
-    rest, rest_scales = quantize(x - dequantize(main, main_scales, k), k)
+    main, main_scales = quantize(x, k, global_scale)
+    rest, rest_scales = quantize(x - dequantize(main, main_scales, k, global_scale), k, global_scale)
     groups = (*x.shape[:2], -1, GROUP // 2)
     return np.stack([main.reshape(groups), rest.reshape(groups)], axis=3), np.stack([main_scales, rest_scales], axis=3)
 
 
-def decode_2fp4(data: U8, scales: U8, shape: tuple[int, ...], k: int) -> F32:
+def decode_2fp4(data: U8, scales: U8, shape: tuple[int, ...], k: int, global_scale: float | None = None) -> F32:
     data, scales = data.reshape(*shape[:2], -1, 2, 8), scales.reshape(*shape[:2], -1, 2)
     main, rest = (
-        dequantize(data[..., n, :].reshape(*shape[:2], -1), scales[..., n].reshape(*shape[:2], -1), k) for n in (0, 1)
+        dequantize(data[..., n, :].reshape(*shape[:2], -1), scales[..., n].reshape(*shape[:2], -1), k, global_scale)
+        for n in (0, 1)
     )
     out: F32 = main + rest
     return out

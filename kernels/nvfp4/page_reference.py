@@ -26,6 +26,8 @@ class Part(NamedTuple):
     scale_offset: int = -1
     side_offset: int = -1
     fp8_scale: float = 1.0
+    global_scale: float = 0.0
+    """Of a checkpoint; 0: a power of two, chosen for the page, or 1."""
 
 
 def coded_type(dtype: str) -> str:
@@ -73,8 +75,11 @@ def encode_page(
         amax = float(np.abs(x).max()) if np.isfinite(x).all() else np.inf
         if part.coding in _CENTRED:
             amax *= 2  # the distance from a mean is at most that
-        k = 0
-        if table_offset >= 0 and part.coding in _WITH_K:
+        k, global_scale = 0, None
+        if part.global_scale:
+            global_scale = part.global_scale
+            table_at = _put(cold, table_at, np.array([global_scale], "<f4"))
+        elif table_offset >= 0 and part.coding in _WITH_K:
             k = select_k(amax, part.dtype)
             cold[table_at] = np.int8(k).view(np.uint8)
             table_at += 1
@@ -82,19 +87,19 @@ def encode_page(
         if not np.isfinite(amax):
             refused = True
             continue
-        refused |= _encode_part(cold, part, x, valid, k)
+        refused |= _encode_part(cold, part, x, valid, k, global_scale)
     return cold, refused
 
 
-def _encode_part(cold: U8, part: Part, x: F32, valid: int, k: int) -> bool:
+def _encode_part(cold: U8, part: Part, x: F32, valid: int, k: int, global_scale: float | None) -> bool:
     """Writes one part; True if it clipped."""
     t, clipped = coded_type(part.dtype), False
     scales: npt.NDArray[Any] = np.zeros(0, np.uint8)
     sides: tuple[npt.NDArray[Any], ...] = ()
     if part.coding == "nvfp4":
-        data, scales = quantize(x, k)
+        data, scales = quantize(x, k, global_scale)
     elif part.coding == "2fp4":
-        data, scales = forms.encode_2fp4(x, k)
+        data, scales = forms.encode_2fp4(x, k, global_scale)
     elif part.coding == "nvfp4_offset":
         data, scales, *sides_ = forms.encode_offset(x, valid, k, t)
         sides = tuple(sides_)
@@ -134,18 +139,21 @@ def decode_page(
             raw: npt.NDArray[Any] = _take(cold, part.data_offset, part.values.nbytes).copy()
             decoded: npt.NDArray[Any] = raw.view(part.values.dtype).reshape(part.values.shape)
         else:
-            k = 0
-            if table_offset >= 0 and part.coding in _WITH_K:
+            k, global_scale = 0, None
+            if part.global_scale:
+                global_scale = float(_take(cold, table_at, 4).copy().view("<f4")[0])
+                table_at += 4
+            elif table_offset >= 0 and part.coding in _WITH_K:
                 k = int(cold[table_at : table_at + 1].view(np.int8)[0])
                 table_at += 1
-            decoded = hot_values(_decode_part(cold, part, k), part.dtype, part.fp8_scale)
+            decoded = hot_values(_decode_part(cold, part, k, global_scale), part.dtype, part.fp8_scale)
         if decoded.shape[1] == page_tokens:
             decoded[:, valid_tokens:] = 0
         out.append(decoded)
     return out
 
 
-def _decode_part(cold: U8, part: Part, k: int) -> F32:
+def _decode_part(cold: U8, part: Part, k: int, global_scale: float | None) -> F32:
     shape: tuple[int, ...] = part.values.shape
     heads, tokens, dim = shape
     t = coded_type(part.dtype)
@@ -161,9 +169,9 @@ def _decode_part(cold: U8, part: Part, k: int) -> F32:
     data = _take(cold, part.data_offset, values // 2 * twice)
     scales = _take(cold, part.scale_offset, values // GROUP * twice)
     if part.coding == "nvfp4":
-        return dequantize(data.reshape(heads, tokens, -1), scales.reshape(heads, tokens, -1), k)
+        return dequantize(data.reshape(heads, tokens, -1), scales.reshape(heads, tokens, -1), k, global_scale)
     if part.coding == "2fp4":
-        return forms.decode_2fp4(data, scales, shape, k)
+        return forms.decode_2fp4(data, scales, shape, k, global_scale)
     blocks = tokens // GROUP if part.coding == "nvfp4_token" else 1
     side = _take(cold, part.side_offset, heads * dim * 2 * blocks).copy().view(np.uint16)
     decode = forms.decode_token if part.coding == "nvfp4_token" else forms.decode_offset

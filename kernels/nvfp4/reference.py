@@ -48,18 +48,19 @@ def nearest_even(grid: npt.NDArray[np.float64], x: F32) -> npt.NDArray[np.int64]
 _SCALE_GRID = e4m3_values(np.arange(SCALE_MAX_CODE + 1)).astype(np.float64)
 
 
-def quantize(x: F32, k: int = 0) -> tuple[U8, U8]:
+def quantize(x: F32, k: int = 0, global_scale: float | None = None) -> tuple[U8, U8]:
     """Float32 ``[..., d]`` with d a multiple of 16 -> nibbles uint8 ``[..., d / 2]``, scales uint8 ``[..., d / 16]``.
 
-    The even element of a pair is in the low nibble. The scale never falls below 2**-6, the smallest normal e4m3,
+    global_scale: in place of 2**-k. The even element of a pair is in the low nibble. The scale never falls below 2**-6, the smallest normal e4m3,
     which is what makes encoding a decoded page give the same bytes again.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
     amax = np.abs(groups).max(axis=-1)
+    gs = np.float32(2.0**-k if global_scale is None else global_scale)
     with np.errstate(over="ignore", under="ignore"):
-        wanted = np.float32(2.0**-k) * (amax * np.float32(1 / 6))
+        wanted = gs * (amax * np.float32(1 / 6))
     scales = nearest_even(_SCALE_GRID, np.clip(wanted, np.float32(2.0**-6), np.float32(448)))
-    inverse = np.float32(1) / (e4m3_values(scales) * np.float32(2.0**k))
+    inverse = np.float32(1) / (e4m3_values(scales) * (np.float32(1) / gs))
     with np.errstate(under="ignore"):
         scaled = np.abs(groups * inverse[..., None])
     codes = nearest_even(E2M1_MAGNITUDES, scaled) + 8 * np.signbit(groups)
@@ -67,11 +68,12 @@ def quantize(x: F32, k: int = 0) -> tuple[U8, U8]:
     return (flat[..., 0::2] | flat[..., 1::2] << 4).astype(np.uint8), scales.astype(np.uint8)
 
 
-def dequantize(data: U8, scales: U8, k: int = 0) -> F32:
-    """The inverse: float32 ``[..., d]``. Every product is exact in float32."""
+def dequantize(data: U8, scales: U8, k: int = 0, global_scale: float | None = None) -> F32:
+    """The inverse: float32 ``[..., d]``. Every product is exact in float32, where the global scale is a power of two."""
     codes = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1, GROUP)
     values = np.where(codes & 8, -E2M1_MAGNITUDES[codes & 7], E2M1_MAGNITUDES[codes & 7]).astype(np.float32)
-    step = e4m3_values(scales) * np.float32(2.0**k)
+    gs = np.float32(2.0**-k if global_scale is None else global_scale)
+    step = e4m3_values(scales) * (np.float32(1) / gs)
     scaled: F32 = values * step[..., None]
     return scaled.reshape(*data.shape[:-1], -1)
 

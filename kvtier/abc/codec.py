@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import CodecError
 from kvtier.spec import ColdLayout, PageSpec
 
 if TYPE_CHECKING:
@@ -42,6 +43,16 @@ class Form(IntEnum):
     IDENTITY_ROPE_2FP4 = 19
     IDENTITY_ROPE_FP8 = 20
     IDENTITY_ROPE_KEPT = 21
+    NVFP4_CHECKPOINT = 9
+    """NVFP4 with the global scales of a checkpoint, in the page."""
+    CHECKPOINT_ROPE_2FP4 = 22
+    CHECKPOINT_ROPE_FP8 = 23
+    CHECKPOINT_ROPE_KEPT = 24
+
+
+FINER = 0x100
+"""Added to the form of a page some of whose buffers are stored finer than the form says. The page ends with their
+levels (`kvtier.spec.Codings`)."""
 
 
 class EncodeResult(NamedTuple):
@@ -78,6 +89,11 @@ class Codec(ABC):
 
     @abstractmethod
     def layout(self, spec: PageSpec) -> ColdLayout: ...
+
+    def finer_layout(self, spec: PageSpec, levels: tuple[int, ...]) -> ColdLayout:
+        """As `layout`, with some buffers stored finer (`kvtier.spec.Codings`). Such pages have the form ``form |
+        FINER``. Raises CodecError for a codec that has nothing finer."""
+        raise CodecError(f"pages of codec {self.id!r} are not stored finer by buffer")
 
     @abstractmethod
     def encode(

@@ -114,18 +114,33 @@ def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.fl
 class NativeCodec(Codec):
     """A codec that is a layout. max_relative_error: pages whose relative L2 error over their compressed buffers is
     larger are refused; None: none are, and the error is not measured. quality_sample: share of the pages whose error
-    the mover shows among its metrics."""
+    the mover shows among its metrics. quality_budget: the relative error from which on it stores a buffer finer."""
 
-    def __init__(self, max_relative_error: float | None = None, quality_sample: float = 0.0) -> None:
+    def __init__(
+        self,
+        max_relative_error: float | None = None,
+        quality_sample: float = 0.0,
+        quality_budget: float | None = None,
+    ) -> None:
         if max_relative_error is not None and not 0 < max_relative_error < 1:
             raise ConfigError(f"max_relative_error = {max_relative_error}: must lie between 0 and 1, such as 0.15")
         if not 0 <= quality_sample <= 1:
             raise ConfigError(f"quality_sample = {quality_sample}: must lie between 0 and 1, such as 0.001")
+        if quality_budget is not None and not 0 < quality_budget < 1:
+            raise ConfigError(f"quality_budget = {quality_budget}: must lie between 0 and 1, such as 0.12")
+        if quality_budget is not None and not quality_sample:
+            raise ConfigError(
+                f"quality_budget = {quality_budget} needs quality_sample, such as 0.001: nothing is measured without"
+            )
         self._max_relative_error = max_relative_error
         self.quality_sample = quality_sample
+        self.quality_budget = quality_budget
+
+    def layout(self, spec: PageSpec) -> ColdLayout:
+        return self.finer_layout(spec, ())
 
     @abstractmethod
-    def layout(self, spec: PageSpec) -> ColdLayout: ...
+    def finer_layout(self, spec: PageSpec, levels: tuple[int, ...]) -> ColdLayout: ...
 
     def encode(
         self,
@@ -139,6 +154,8 @@ class NativeCodec(Codec):
     ) -> EncodeResult:
         pages = Pages(page_ids, valid_tokens, arena, offsets)
         result = encode(layout, pool, pages, seeds)
+        if layout.levels:
+            _write_levels(layout, pages, seeds, result)
         if self._max_relative_error is None:
             return result
         good = np.flatnonzero(~result.refused)
@@ -170,6 +187,22 @@ class NativeCodec(Codec):
         offsets: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float64]:
         return errors(layout, pool, Pages(page_ids, valid_tokens, arena, offsets))
+
+
+def _write_levels(layout: ColdLayout, pages: Pages, seeds: npt.NDArray[np.uint64], result: EncodeResult) -> None:
+    """End each page with its levels, which the checksum has to cover too."""
+    levels = np.array(layout.levels, np.uint8)
+    for offset in pages.offsets[~result.refused]:
+        at = offset + layout.levels_offset
+        pages.arena[at : at + levels.size] = levels
+    offsets = np.ascontiguousarray(pages.offsets, np.int64)
+    _native.checksum_pages(
+        pages.arena, offsets, layout.cold_page_bytes, np.ascontiguousarray(seeds, np.uint64), result.checksums
+    )
+
+
+def _float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.uint32))
 
 
 def _error(e: Exception, arena: npt.NDArray[np.uint8]) -> CodecError:
@@ -223,10 +256,10 @@ def _layout_plan(layout: ColdLayout) -> _LayoutPlan:
         if part.buffer == len(first):
             first.append(n)
         columns.append(part.column * b.dtype.itemsize)
-        scale_bits = int(np.float32(b.fp8_scale).view(np.uint32))
+        global_scale = layout.global_scales[n] if layout.global_scales else 0.0
         rows.append(
             (b.heads, b.tokens, part.columns, _CODES[b.dtype], _CODINGS[part.coding],
-             part.data_offset, part.scale_offset, part.side_offset, scale_bits)
+             part.data_offset, part.scale_offset, part.side_offset, _float_bits(b.fp8_scale), _float_bits(global_scale))
         )  # fmt: skip
     done = _LayoutPlan(
         layout,

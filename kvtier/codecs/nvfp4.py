@@ -7,9 +7,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar, TypeVar
 
-from kvtier.abc.codec import Form
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.abc.codec import EncodeResult, Form
+from kvtier.codecs.checkpoint_scales import CheckpointScales
 from kvtier.codecs.native import NativeCodec
-from kvtier.errors import ConfigError
+from kvtier.errors import CodecError, ConfigError
+from kvtier.hot import HotPool
 from kvtier.spec import Coding, Codings, ColdLayout, GlobalScale, PageSpec
 
 _E = TypeVar("_E", bound=Enum)
@@ -34,12 +39,19 @@ _FORMS = {
     (GlobalScale.IDENTITY, Rope.TWO_FP4): Form.IDENTITY_ROPE_2FP4,
     (GlobalScale.IDENTITY, Rope.FP8): Form.IDENTITY_ROPE_FP8,
     (GlobalScale.IDENTITY, Rope.KEEP): Form.IDENTITY_ROPE_KEPT,
+    (GlobalScale.CHECKPOINT, Rope.NVFP4): Form.NVFP4_CHECKPOINT,
+    (GlobalScale.CHECKPOINT, Rope.TWO_FP4): Form.CHECKPOINT_ROPE_2FP4,
+    (GlobalScale.CHECKPOINT, Rope.FP8): Form.CHECKPOINT_ROPE_FP8,
+    (GlobalScale.CHECKPOINT, Rope.KEEP): Form.CHECKPOINT_ROPE_KEPT,
 }
 
 
 class Nvfp4Codec(NativeCodec):
     """FP32 buffers are rounded to BF16 first. A page is refused if a valid row of a compressed buffer holds NaN or
-    infinity, or a value that would clip even at the largest global scale (FP16 above 44 544)."""
+    infinity, or a value that would clip even at the largest global scale (FP16 above 44 544). With global scale
+    identity or checkpoint values clip at 2688 over the global scale.
+
+    scales: of global scale checkpoint. Without them such a codec only reads."""
 
     id: ClassVar[str] = "nvfp4"
     version: ClassVar[int] = 1
@@ -50,10 +62,15 @@ class Nvfp4Codec(NativeCodec):
         rope: Rope | str = Rope.NVFP4,
         max_relative_error: float | None = None,
         quality_sample: float = 0.0,
+        quality_budget: float | None = None,
+        scales: CheckpointScales | None = None,
     ) -> None:
-        super().__init__(max_relative_error, quality_sample)
+        super().__init__(max_relative_error, quality_sample, quality_budget)
         self._global_scale = _member(GlobalScale, "global_scale", global_scale)
         self._rope = _member(Rope, "rope", rope)
+        if scales is not None and self._global_scale is not GlobalScale.CHECKPOINT:
+            raise ConfigError(f"scales belong to global_scale = 'checkpoint', not to {self._global_scale.value!r}")
+        self._scales = scales
 
     @property
     def form(self) -> Form:
@@ -62,11 +79,29 @@ class Nvfp4Codec(NativeCodec):
     @property
     def config(self) -> dict[str, str | int | float | bool]:
         rope = {} if self._rope is Rope.NVFP4 else {"rope": self._rope.value}
-        return {"global_scale": self._global_scale.value, **rope}
+        scales = {} if self._scales is None else {"scales": self._scales.digest}
+        return {"global_scale": self._global_scale.value, **rope, **scales}
 
-    def layout(self, spec: PageSpec) -> ColdLayout:
-        codings = Codings(rotary=_ROPE_CODINGS[self._rope])
-        return ColdLayout.of(spec, quantize=True, global_scale=self._global_scale, codings=codings)
+    def finer_layout(self, spec: PageSpec, levels: tuple[int, ...]) -> ColdLayout:
+        codings = Codings(rotary=_ROPE_CODINGS[self._rope], levels=levels)
+        checkpoint = None if self._scales is None else self._scales.of(spec)
+        return ColdLayout.of(
+            spec, quantize=True, global_scale=self._global_scale, codings=codings, checkpoint=checkpoint
+        )
+
+    def encode(
+        self,
+        layout: ColdLayout,
+        pool: HotPool,
+        page_ids: npt.NDArray[np.int64],
+        valid_tokens: npt.NDArray[np.int32],
+        arena: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        seeds: npt.NDArray[np.uint64],
+    ) -> EncodeResult:
+        if self._global_scale is GlobalScale.CHECKPOINT and self._scales is None:
+            raise CodecError("global_scale = 'checkpoint' without scales: this codec was made to read pages")
+        return super().encode(layout, pool, page_ids, valid_tokens, arena, offsets, seeds)
 
 
 class KeyFormCodec(NativeCodec):
@@ -86,8 +121,8 @@ class KeyFormCodec(NativeCodec):
     def config(self) -> dict[str, str | int | float | bool]:
         return {}
 
-    def layout(self, spec: PageSpec) -> ColdLayout:
-        return ColdLayout.of(spec, quantize=True, codings=Codings(key=self._coding))
+    def finer_layout(self, spec: PageSpec, levels: tuple[int, ...]) -> ColdLayout:
+        return ColdLayout.of(spec, quantize=True, codings=Codings(key=self._coding, levels=levels))
 
 
 class Nvfp4OffsetCodec(KeyFormCodec):

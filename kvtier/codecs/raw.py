@@ -26,5 +26,5 @@ class RawCodec(NativeCodec):
     def config(self) -> dict[str, str | int | float | bool]:
         return {}
 
-    def layout(self, spec: PageSpec) -> ColdLayout:
+    def finer_layout(self, spec: PageSpec, levels: tuple[int, ...]) -> ColdLayout:
         return ColdLayout.of(spec, quantize=False)

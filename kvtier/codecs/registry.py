@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.abc.codec import Codec, Form
+from kvtier.abc.codec import FINER, Codec, Form
 from kvtier.errors import ConfigError
 
 
@@ -33,10 +33,10 @@ def _in_module(name: str, module: str = "kvtier.codecs.nvfp4") -> Callable[..., 
 _offset, _token = _in_module("Nvfp4OffsetCodec"), _in_module("Nvfp4TokenCodec")
 _k8v4, _2fp4 = _in_module("K8V4Codec"), _in_module("Key2Fp4Codec")
 _lossless = _in_module("LosslessCodec", "kvtier.codecs.lossless")
-_BUDGET = frozenset({"max_relative_error", "quality_sample"})
+_BUDGET = frozenset({"max_relative_error", "quality_sample", "quality_budget"})
 _CODECS: dict[str, tuple[Callable[..., Codec], frozenset[str]]] = {
     "raw": (_raw, frozenset()),
-    "nvfp4": (_nvfp4, _BUDGET | {"global_scale", "rope"}),
+    "nvfp4": (_nvfp4, _BUDGET | {"global_scale", "rope", "scales"}),
     "nvfp4_offset": (_offset, _BUDGET),
     "nvfp4_token": (_token, _BUDGET),
     "k8v4": (_k8v4, _BUDGET),
@@ -58,6 +58,10 @@ _FORMS: dict[Form, Callable[[], Codec]] = {
     Form.IDENTITY_ROPE_2FP4: lambda: _nvfp4(global_scale="identity", rope="2fp4"),
     Form.IDENTITY_ROPE_FP8: lambda: _nvfp4(global_scale="identity", rope="fp8"),
     Form.IDENTITY_ROPE_KEPT: lambda: _nvfp4(global_scale="identity", rope="keep"),
+    Form.NVFP4_CHECKPOINT: lambda: _nvfp4(global_scale="checkpoint"),
+    Form.CHECKPOINT_ROPE_2FP4: lambda: _nvfp4(global_scale="checkpoint", rope="2fp4"),
+    Form.CHECKPOINT_ROPE_FP8: lambda: _nvfp4(global_scale="checkpoint", rope="fp8"),
+    Form.CHECKPOINT_ROPE_KEPT: lambda: _nvfp4(global_scale="checkpoint", rope="keep"),
 }
 
 
@@ -78,8 +82,9 @@ def codec(name: str, **options: Any) -> Codec:
 
 
 def codec_for_form(form: Form | int) -> Codec:
-    """The codec that reads pages stored in `form`. Raises ConfigError for a form of another version of kvtier."""
+    """The codec that reads pages stored in `form`, with buffers stored finer (`FINER`) or without. Raises ConfigError
+    for a form of another version of kvtier."""
     try:
-        return _FORMS[Form(form)]()
+        return _FORMS[Form(form & ~FINER)]()
     except ValueError:
         raise ConfigError(f"form = {form}: not a form that this version of kvtier reads") from None

@@ -44,11 +44,12 @@ def spec_of(dtype: DType, page_tokens: int = 5) -> PageSpec:
 def reference_parts(layout: ColdLayout, values: Sequence[Array]) -> list[Part]:
     """The parts of one page for the numpy reference; `values`: per buffer ``[heads, tokens, dim]``."""
     parts = []
-    for at in layout.parts:
+    for n, at in enumerate(layout.parts):
         b = layout.spec.buffers[at.buffer]
         columns = values[at.buffer][:, :, at.column : at.column + at.columns]
         offsets = (at.data_offset, at.scale_offset, at.side_offset)
-        parts.append(Part(columns, b.dtype.value, at.coding.value, *offsets, b.fp8_scale))
+        global_scale = layout.global_scales[n] if layout.global_scales else 0.0
+        parts.append(Part(columns, b.dtype.value, at.coding.value, *offsets, b.fp8_scale, global_scale))
     return parts
 
 
