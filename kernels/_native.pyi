@@ -53,6 +53,23 @@ def verify_pages(
     arena: _U8, offsets: _I64, nbytes: int | _I64, seeds: npt.NDArray[np.uint64], checksums: _U8
 ) -> _U8: ...
 def xxh3_128(buffer: Any, seed: int = 0) -> bytes: ...
+
+class Xxh3:
+    """XXH3 with 128 bits of an input that comes in pieces: the digest of `xxh3_128`. For one thread at a time."""
+
+    def __init__(self, seed: int = 0) -> None: ...
+    def update(self, buffer: Any) -> None: ...
+    def digest(self) -> bytes: ...
+
+def receive(fd: int, out: Any, hashes: list[Xxh3], until: float) -> tuple[int, int]:
+    """Fill `out` from a blocking socket and feed every piece to all `hashes`; (bytes received, errno). Fewer bytes
+    with errno 0: the stream ended. The socket's SO_RCVTIMEO ends a wait, and the time `until` (`time.monotonic`) the
+    whole, with EAGAIN."""
+
+def send_pages(fd: int, pipe_out: int, pipe_in: int, data: Any, until: float) -> tuple[int, int]:
+    """Send `data` by reference through an empty pipe: it must not change until the peer has read it. Something else
+    must be sent after it. (bytes sent, errno); after an error socket and pipe are of no more use. Deadlines as in
+    `receive`, with SO_SNDTIMEO."""
 def page_keys(namespace_digest: bytes, hashes: bytes, hash_bytes: int) -> bytes: ...
 @overload
 def quantize(x: npt.NDArray[np.uint16], dtype: int, k: int, data_out: _U8, scales_out: _U8) -> bool: ...

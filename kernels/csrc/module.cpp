@@ -20,6 +20,7 @@ using namespace kvtier;
 
 void bind_ghosts(nb::module_& m);
 void bind_replay(nb::module_& m);
+void bind_sockets(nb::module_& m);
 
 namespace {
 
@@ -239,6 +240,7 @@ NB_MODULE(_native, m) {
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
   bind_ghosts(m);
   bind_replay(m);
+  bind_sockets(m);
 
   // A wrong KVTIER_ISA is told at import, not in the middle of an offload.
   row_kernels();

@@ -150,31 +150,59 @@ uint64_t merge(const uint64_t* lanes, const uint8_t* secret, uint64_t start) {
   return avalanche(start);
 }
 
-U128 hash_long(const uint8_t* p, size_t n, uint64_t seed) {
-  constexpr size_t kStripe = 64, kStripesPerBlock = (kSecretBytes - kStripe) / 8, kBlock = kStripe * kStripesPerBlock;
-  uint8_t secret[kSecretBytes];
+constexpr size_t kStripe = 64, kStripesPerBlock = (kSecretBytes - kStripe) / 8, kShort = 240;
+
+// The part of a long input that was taken so far. The last byte of the input must never be taken: its stripe is the
+// last one, which `finish` gets. So block ends are only scrambled where something follows.
+struct Lanes {
+  uint64_t* lanes;
+  const uint8_t* secret;
+  size_t in_block;  // stripes taken of the block under way
+
+  void take(const uint8_t* p, size_t stripes) {
+    const RowKernels& kernels = row_kernels();
+    while (stripes) {
+      const size_t now = stripes < kStripesPerBlock - in_block ? stripes : kStripesPerBlock - in_block;
+      kernels.xxh3_stripes(lanes, p, now, secret + 8 * in_block);
+      p += now * kStripe;
+      stripes -= now;
+      in_block += now;
+      if (in_block == kStripesPerBlock) {
+        kernels.xxh3_scramble(lanes, secret + kSecretBytes - kStripe);
+        in_block = 0;
+      }
+    }
+  }
+
+  U128 finish(const uint8_t* last_stripe, uint64_t n) {
+    row_kernels().xxh3_stripes(lanes, last_stripe, 1, secret + kSecretBytes - kStripe - 7);
+    return {merge(lanes, secret + 11, n * kPrime64_1),
+            merge(lanes, secret + kSecretBytes - kStripe - 11, ~(n * kPrime64_2))};
+  }
+};
+
+void start(uint64_t* lanes, uint8_t* secret, uint64_t seed) {
+  constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                  kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  std::memcpy(lanes, kStart, sizeof kStart);
   for (size_t i = 0; i < kSecretBytes; i += 16) {
     const uint64_t low = read64(kSecret + i) + seed, high = read64(kSecret + i + 8) - seed;
     std::memcpy(secret + i, &low, 8);
     std::memcpy(secret + i + 8, &high, 8);
   }
-  alignas(64) uint64_t lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                   kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-  const RowKernels& kernels = row_kernels();
-  // The last byte never belongs to a full block or stripe of these loops: the last stripe is taken from the end.
-  size_t at = 0;
-  for (; at + kBlock < n; at += kBlock) {
-    kernels.xxh3_stripes(lanes, p + at, kStripesPerBlock, secret);
-    kernels.xxh3_scramble(lanes, secret + kSecretBytes - kStripe);
-  }
-  kernels.xxh3_stripes(lanes, p + at, (n - 1 - at) / kStripe, secret);
-  kernels.xxh3_stripes(lanes, p + n - kStripe, 1, secret + kSecretBytes - kStripe - 7);
-  return {merge(lanes, secret + 11, n * kPrime64_1),
-          merge(lanes, secret + kSecretBytes - kStripe - 11, ~(n * kPrime64_2))};
+}
+
+U128 hash_long(const uint8_t* p, size_t n, uint64_t seed) {
+  uint8_t secret[kSecretBytes];
+  alignas(64) uint64_t lanes[8];
+  start(lanes, secret, seed);
+  Lanes taken{lanes, secret, 0};
+  taken.take(p, (n - 1) / kStripe);
+  return taken.finish(p + n - kStripe, n);
 }
 
 U128 hash(const uint8_t* p, size_t n, uint64_t seed) {
-  if (n > 240) return hash_long(p, n, seed);
+  if (n > kShort) return hash_long(p, n, seed);
   if (n > 128) return hash_129_to_240(p, n, seed);
   if (n > 16) return hash_17_to_128(p, n, seed);
   if (n > 8) return hash_9_to_16(p, n, seed);
@@ -182,13 +210,62 @@ U128 hash(const uint8_t* p, size_t n, uint64_t seed) {
   return n ? hash_1_to_3(p, n, seed) : hash_empty(seed);
 }
 
-}  // namespace
-
-void xxh3_128(const uint8_t* input, size_t bytes, uint64_t seed, uint8_t* digest) {
-  const U128 h = hash(input, bytes, seed);
+void write(const U128& h, uint8_t* digest) {
   const uint64_t high = __builtin_bswap64(h.high), low = __builtin_bswap64(h.low);
   std::memcpy(digest, &high, 8);
   std::memcpy(digest + 8, &low, 8);
+}
+
+}  // namespace
+
+void xxh3_128(const uint8_t* input, size_t bytes, uint64_t seed, uint8_t* digest) {
+  write(hash(input, bytes, seed), digest);
+}
+
+Xxh3::Xxh3(uint64_t seed) : seed_(seed) {
+  static_assert(sizeof secret_ == kSecretBytes && sizeof held_ > kShort, "short inputs are hashed from what is held");
+  start(lanes_, secret_, seed);
+}
+
+void Xxh3::update(const uint8_t* p, size_t n) {
+  total_ += n;
+  if (held_bytes_ + n <= sizeof held_) {
+    if (n) std::memcpy(held_ + held_bytes_, p, n);
+    held_bytes_ += n;
+    return;
+  }
+  Lanes taken{lanes_, secret_, in_block_};
+  if (held_bytes_) {
+    const size_t missing = sizeof held_ - held_bytes_;
+    std::memcpy(held_ + held_bytes_, p, missing);
+    p += missing;
+    n -= missing;
+    taken.take(held_, sizeof held_ / kStripe);
+    std::memcpy(before_, held_ + sizeof held_ - kStripe, kStripe);
+  }
+  if (n > kStripe) {
+    const size_t stripes = (n - 1) / kStripe;
+    taken.take(p, stripes);
+    p += stripes * kStripe;
+    n -= stripes * kStripe;
+    std::memcpy(before_, p - kStripe, kStripe);
+  }
+  std::memcpy(held_, p, n);
+  held_bytes_ = n;
+  in_block_ = taken.in_block;
+}
+
+void Xxh3::digest(uint8_t* out) const {
+  if (total_ <= kShort) return write(hash(held_, held_bytes_, seed_), out);
+  alignas(64) uint64_t lanes[8];
+  std::memcpy(lanes, lanes_, sizeof lanes);
+  Lanes taken{lanes, secret_, in_block_};
+  taken.take(held_, (held_bytes_ - 1) / kStripe);
+  uint8_t last[kStripe];
+  const size_t here = held_bytes_ < kStripe ? held_bytes_ : kStripe;
+  std::memcpy(last, before_ + here, kStripe - here);
+  std::memcpy(last + kStripe - here, held_ + held_bytes_ - here, here);
+  write(taken.finish(last, total_), out);
 }
 
 }  // namespace kvtier

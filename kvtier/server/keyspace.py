@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import xxhash
-
 from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
@@ -57,19 +55,14 @@ class Refusal(NamedTuple):
 class Reservation:
     """Room for a value that is about to be received: `view` is where it goes. Ends in `Keyspace.commit` or `abort`."""
 
-    __slots__ = ("_check", "page", "received", "slot", "view")
+    __slots__ = ("check", "page", "slot", "view")
 
     def __init__(self, page: bytes, slot: Slot, view: memoryview) -> None:
         self.page = page
         self.slot = slot
         self.view: memoryview | None = view
-        self._check = xxhash.xxh3_128(b"", seed_of(page))
-        self.received = self._check.update
-
-    @property
-    def checksum(self) -> bytes:
-        """Of everything that `received` was called with."""
-        return self._check.digest()
+        self.check = _native.Xxh3(seed_of(page))
+        """Whoever writes to `view` feeds it with the same bytes."""
 
 
 @dataclass(slots=True)
@@ -160,7 +153,7 @@ class Keyspace:
         """Publish a received value under its key; False where ``only_new`` forbids it (it is given back then)."""
         page, slot = reservation.page, reservation.slot
         name = _hash(database, key)
-        meta = PageMeta(slot.nbytes, _FORM, 0, reservation.checksum, _SPEC, _ORIGIN.pack(database, expires_ms) + key)
+        meta = PageMeta(slot.nbytes, _FORM, 0, reservation.check.digest(), _SPEC, _ORIGIN.pack(database, expires_ms) + key)
         with self._lock:
             old = self._entry(name)
             if only_new and old is not None and not _is_over(old):
@@ -197,7 +190,7 @@ class Keyspace:
             if isinstance(reservation, Refusal) or reservation.view is None:
                 return False
             reservation.view[:] = reading.view
-            reservation.received(reservation.view)
+            reservation.check.update(reservation.view)
             return self.commit(database, key, reservation, expires_ms=expires_ms)
         finally:
             self.release(reading)

@@ -7,6 +7,9 @@ from where they lie. RESP2 and RESP3; the Redis serialization protocol specifica
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import re
 import select
 import socket
 import ssl
@@ -14,6 +17,8 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from kvtier.kernels import _native
 
 _BUFFER_BYTES = 16 << 10
 _PARTS_MAX = 512
@@ -25,6 +30,7 @@ _BULK_MAX = 1 << 20
 _SKIP_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
 _SEND_WAIT_S = 0.02
+_BULK_HEAD = re.compile(rb"\$(\d{1,15})\r\n")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -38,12 +44,13 @@ class Disconnected(Exception):  # noqa: N818 - not an error: clients come and go
 
 
 class Place(Protocol):
-    """Where a value goes: `view` has exactly its length; None to throw the value away. `received` is called with each
-    piece of it that has come, in order, while it is still in the processor's cache."""
+    """Where a value goes: `view` has exactly its length; None to throw the value away. `check` is fed with it while it
+    is received, when it is still in the processor's cache."""
 
     view: memoryview | None
 
-    def received(self, piece: memoryview) -> None: ...
+    @property
+    def check(self) -> _native.Xxh3: ...
 
 
 Argument = bytes | Place
@@ -101,19 +108,18 @@ class Stream:
         return args
 
     def _read_argument(self, args: list[Argument], place: Placer) -> Argument:
-        line = self._read_line()
-        if line[:1] != b"$":
-            raise ProtocolError(f"expected '$', got {line[:1].decode(errors='replace')!r}")
-        length = self._number(line[1:], _STRANGER_BULK_MAX if self.stranger else 1 << 40, "bulk length")
+        most = _STRANGER_BULK_MAX if self.stranger else 1 << 40
+        head = _BULK_HEAD.match(self._buffer, self._start, self._end)
+        if head is not None and (length := int(head[1])) <= most:  # the usual case: the line is here already
+            self._start = head.end()
+        else:
+            line = self._read_line()
+            if line[:1] != b"$":
+                raise ProtocolError(f"expected '$', got {line[:1].decode(errors='replace')!r}")
+            length = self._number(line[1:], most, "bulk length")
         placed = None if self.stranger else place(args, length)
         if placed is not None:
-            if placed.view is None:
-                self._skip(length)
-            else:
-                for at in range(0, length, _PIECE_BYTES):
-                    piece = placed.view[at : at + _PIECE_BYTES]
-                    self._read_into(piece)
-                    placed.received(piece)
+            self._read_value(placed, length)
             self._end_bulk()
             return placed
         if length > _BULK_MAX:
@@ -122,6 +128,27 @@ class Stream:
         self._read_into(memoryview(data))
         self._end_bulk()
         return bytes(data)
+
+    def _read_value(self, place: Place, length: int) -> None:
+        view = place.view
+        if view is None:
+            self._skip(length)
+            return
+        at = self._take(view)
+        if at:
+            place.check.update(view[:at])
+        if self._tls:
+            while at < length:
+                piece = view[at : at + _PIECE_BYTES]
+                self._read_into(piece)
+                place.check.update(piece)
+                at += len(piece)
+        elif at < length:
+            got, error = _native.receive(self._socket.fileno(), view[at:], [place.check], math.inf)
+            if error:
+                raise self._lost(OSError(error, os.strerror(error)))
+            if at + got < length:
+                raise Disconnected("closed by the client")
 
     def _read_line(self, *, idle: bool = False) -> bytes:
         while (at := self._buffer.find(b"\n", self._start, self._end)) < 0:
@@ -138,11 +165,16 @@ class Stream:
             self._start = self._end = 0
         return line[:-1] if line.endswith(b"\r") else line
 
-    def _read_into(self, out: memoryview) -> None:
+    def _take(self, out: memoryview) -> int:
+        """Fill `out` from the buffer, as far as that goes; how far."""
         taken = min(len(out), self._end - self._start)
         if taken:
             out[:taken] = self._view[self._start : self._start + taken]
             self._start += taken
+        return taken
+
+    def _read_into(self, out: memoryview) -> None:
+        taken = self._take(out)
         while taken < len(out):
             taken += self._receive(out[taken:], socket.MSG_WAITALL)
 
@@ -154,24 +186,33 @@ class Stream:
             nbytes -= part
 
     def _end_bulk(self) -> None:
-        end = bytearray(2)
-        self._read_into(memoryview(end))
-        if end != b"\r\n":
+        if self._end - self._start < 2:  # what follows, if it is here already, comes along
+            left = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, len(left)
+            self._view[: len(left)] = left
+            while self._end < 2:
+                self._end += self._receive(self._view[self._end :], 0)
+        if not self._buffer.startswith(b"\r\n", self._start):
             raise ProtocolError("expected the end of the bulk")
+        self._start += 2
 
     def _receive(self, out: memoryview, flags: int, *, patient: bool = False) -> int:
         while True:
             try:
                 got = self._socket.recv_into(out) if self._tls else self._socket.recv_into(out, 0, flags)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as e:
                 if patient:
                     continue
-                raise Disconnected("a command was left half sent") from None
+                raise self._lost(e) from None
             except OSError as e:
-                raise Disconnected(str(e)) from e
+                raise self._lost(e) from e
             if not got:
                 raise Disconnected("closed by the client")
             return got
+
+    def _lost(self, error: OSError) -> Disconnected:
+        waited = isinstance(error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError))
+        return Disconnected("a command was left half sent" if waited else str(error))
 
     def _number(self, text: bytes, most: int, what: str) -> int:
         if not text.isdigit() or len(text) > 15 or int(text) > most:

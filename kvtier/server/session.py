@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier.kernels import _native
 from kvtier.server import resp
 from kvtier.server.auth import User, Users
 from kvtier.server.keyspace import Keyspace, Reading, Refusal, Reservation
@@ -28,14 +29,12 @@ _PENDING_MAX_BYTES = 16 << 20
 class Refused:
     """A value that is thrown away while it is received, and the error reply that says why."""
 
-    __slots__ = ("text", "view")
+    __slots__ = ("check", "text", "view")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.view: memoryview | None = None
-
-    def received(self, piece: memoryview) -> None:
-        """Nothing is kept."""
+        self.check = _native.Xxh3()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +173,11 @@ class Session:
 
     def _place(self, args: list[Argument], nbytes: int) -> Place | None:
         """Where the next argument goes, if it is the value of a SET or MSET."""
-        if not args or not isinstance(args[0], bytes):
-            return None
         at = len(args)
+        if at < 2 or not isinstance(args[0], bytes):
+            return None
         command = args[0].upper()
-        if not (command == b"SET" and at == 2) and not (command == b"MSET" and at % 2 == 0 and at >= 2):
+        if not (command == b"SET" and at == 2) and not (command == b"MSET" and at % 2 == 0):
             return None
         key = args[at - 1]
         if not isinstance(key, bytes) or self.user is None:

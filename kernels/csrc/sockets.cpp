@@ -1,0 +1,138 @@
+// Bytes between sockets and pages without the interpreter in between: received and hashed while they are still in the
+// processor's cache, sent by reference. Both take the deadline of every call from the socket's own timeouts.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include <cerrno>
+#include <vector>
+
+#include "xxh3.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvtier;
+
+namespace {
+
+// Small enough to stay in the second level of the cache between the copy and the hash.
+constexpr size_t kPieceBytes = 256 << 10;
+
+class View {
+ public:
+  View(nb::handle buffer, int flags) {
+    if (PyObject_GetBuffer(buffer.ptr(), &view_, flags) != 0) throw nb::python_error();
+  }
+  ~View() { PyBuffer_Release(&view_); }
+  View(const View&) = delete;
+  uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
+  size_t size() const { return size_t(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+double now_s() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+// With the GIL released: handlers of signals run, and may raise, before the call goes on.
+void check_signals() {
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+void update(Xxh3& hash, nb::handle buffer) {
+  const View view(buffer, PyBUF_SIMPLE);
+  nb::gil_scoped_release nogil;
+  hash.update(view.data(), view.size());
+}
+
+nb::bytes digest(const Xxh3& hash) {
+  uint8_t out[16];
+  hash.digest(out);
+  return nb::bytes(reinterpret_cast<const char*>(out), sizeof out);
+}
+
+// (bytes received, errno): errno 0 with fewer bytes than `out` has is the end of the stream.
+nb::tuple receive(int fd, nb::handle out, nb::list hashes, double until) {
+  const View view(out, PyBUF_WRITABLE);
+  std::vector<Xxh3*> fed;
+  for (nb::handle hash : hashes) fed.push_back(nb::cast<Xxh3*>(hash));
+  size_t got = 0;
+  int error = 0;
+  {
+    nb::gil_scoped_release nogil;
+    while (got < view.size()) {
+      const size_t left = view.size() - got;
+      const ssize_t n = recv(fd, view.data() + got, left < kPieceBytes ? left : kPieceBytes, MSG_WAITALL);
+      if (n < 0 && errno == EINTR) {
+        check_signals();
+        continue;
+      }
+      if (n < 0) error = errno;
+      if (n <= 0) break;
+      for (Xxh3* hash : fed) hash->update(view.data() + got, size_t(n));
+      got += size_t(n);
+      if (got < view.size() && now_s() >= until) {
+        error = EAGAIN;
+        break;
+      }
+    }
+  }
+  return nb::make_tuple(got, error);
+}
+
+// Page references go through the pipe to the socket; nothing is copied here. (bytes sent, errno). What was put into the
+// pipe and could not be sent is lost: after an error neither socket nor pipe can be used any further. The kernel is told
+// that more follows, so something must.
+nb::tuple send_pages(int fd, int pipe_out, int pipe_in, nb::handle data, double until) {
+  const View view(data, PyBUF_SIMPLE);
+  size_t sent = 0, in_pipe = 0;
+  int error = 0;
+  {
+    nb::gil_scoped_release nogil;
+    while (sent < view.size()) {
+      if (!in_pipe) {
+        const iovec part{view.data() + sent, view.size() - sent};
+        const ssize_t n = vmsplice(pipe_in, &part, 1, 0);
+        if (n < 0) {
+          error = errno;
+          break;
+        }
+        in_pipe = size_t(n);
+      }
+      const ssize_t n = splice(pipe_out, nullptr, fd, nullptr, in_pipe, SPLICE_F_MORE);
+      if (n < 0 && errno == EINTR) {
+        check_signals();
+        continue;
+      }
+      if (n <= 0) {
+        error = n < 0 ? errno : EPIPE;
+        break;
+      }
+      in_pipe -= size_t(n);
+      sent += size_t(n);
+      if (sent < view.size() && now_s() >= until) {
+        error = EAGAIN;
+        break;
+      }
+    }
+  }
+  return nb::make_tuple(sent, error);
+}
+
+}  // namespace
+
+void bind_sockets(nb::module_& m) {
+  nb::class_<Xxh3>(m, "Xxh3", "XXH3 with 128 bits of an input that comes in pieces; for one thread at a time")
+      .def(nb::init<uint64_t>(), "seed"_a = 0)
+      .def("update", &update, "buffer"_a)
+      .def("digest", &digest, "16 bytes, as xxh3_128 of all pieces; more may follow");
+  m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
+  m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "data"_a, "until"_a);
+}
