@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +14,10 @@ from kvtier.abc.tier import RemovalListener, StagingTier, Tier
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.errors import ConfigError
+from kvtier.spec import GROUP, PageSpec, Role
 from kvtier.store import TieredStore
+
+_log = logging.getLogger(__name__)
 
 TIERS = {
     "host": "kvtier.storage_backends.host.tier:HostTier",
@@ -57,8 +62,8 @@ def open_store(
         raise
 
 
-def open_codec(config: Config) -> Codec:
-    """The codec that new pages are written with."""
+def open_codec(config: Config, spec: PageSpec) -> Codec:
+    """The codec that new pages of `spec` are written with. Raises ConfigError, also for a checkpoint without scales."""
     cold_page = config.cold_page
     if cold_page is None or cold_page.quant == "none":
         return codec("raw")
@@ -67,11 +72,42 @@ def open_codec(config: Config) -> Codec:
     options: dict[str, Any] = {
         "max_relative_error": cold_page.max_relative_error,
         "quality_sample": cold_page.quality_sample,
+        "quality_budget": cold_page.quality_budget,
     }
-    if cold_page.quant == "nvfp4":
+    name: str = cold_page.quant
+    if name == "auto":
+        name = "nvfp4" if cold_page.plain_options else default_quant(spec)
+    if name == "nvfp4":
         rope = "keep" if cold_page.skip_rope_quantization else cold_page.rope_quant
         options |= {"global_scale": cold_page.global_scale, "rope": rope}
-    return codec(cold_page.quant, **options)
+        if cold_page.scale_checkpoint_path is not None:
+            from kvtier.codecs.checkpoint_scales import CheckpointScales
+
+            options["scales"] = CheckpointScales.load(cold_page.scale_checkpoint_path)
+    return codec(name, **options)
+
+
+def default_quant(spec: PageSpec) -> str:
+    """What ``quant: auto`` means for pages of `spec`: the cheapest form that passes the accuracy gates, with keys that
+    have an offset too; plain nvfp4 where there are no such keys, and, with one warning, where pages are too short."""
+    keys = [b for b in spec.buffers if b.role is Role.K and b.compressible]
+    if not keys:
+        return "nvfp4"
+    if any(b.tokens % GROUP for b in keys):
+        _tell_plain(spec.page_tokens)
+        return "nvfp4"
+    return "nvfp4_token"
+
+
+@lru_cache(maxsize=64)
+def _tell_plain(page_tokens: int) -> None:
+    """Once per process: the same pages are described many times."""
+    _log.warning(
+        "pages of %d tokens are stored as plain nvfp4, since the default form, nvfp4_token, needs a multiple of %d: it "
+        "loses more on models with a bias in their key projection; choose such a page size, or quant: k8v4",
+        page_tokens,
+        GROUP,
+    )
 
 
 def _open_tier(config: HostTierConfig | NvmeTierConfig | RedisTierConfig, shard: str, rank: int, ranks: int) -> Tier:

@@ -73,18 +73,23 @@ class ColdPageConfig(_Block):
     """How pages are encoded when they leave the device.
 
     quant: nvfp4; its forms for keys with a constant offset (nvfp4_offset, nvfp4_token, k8v4, 2fp4); lossless; none.
+    auto is nvfp4_token for pages of a multiple of 16 tokens, else nvfp4, as it is with the options of nvfp4 alone.
+    global_scale: checkpoint takes the scales from `scale_checkpoint_path`, a folder or file of safetensors.
     skip_rope_quantization keeps rotary columns as they are, `rope_quant` stores them finer, both with nvfp4 and where
     they are a part of the row. max_relative_error: pages whose relative error is larger are stored without compression.
-    quality_sample: share of the pages whose error is measured for the metrics.
+    quality_sample: share of the pages whose error is measured for the metrics. quality_budget: a layer's K or V whose
+    sampled error stays above is stored in the next precision from then on.
     """
 
     algorithm: Literal["quantization_for_cold_page"]
-    quant: Literal["nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless", "none"] = "nvfp4"
+    quant: Literal["auto", "nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless", "none"] = "auto"
     global_scale: Annotated[GlobalScale, Field(strict=False)] = GlobalScale.PAGE
+    scale_checkpoint_path: Annotated[Path | None, Field(strict=False)] = None
     skip_rope_quantization: bool = False
     rope_quant: Literal["nvfp4", "2fp4", "fp8"] = "nvfp4"
     max_relative_error: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
     quality_sample: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    quality_budget: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
 
     @model_validator(mode="after")
     def _combination(self) -> ColdPageConfig:
@@ -92,18 +97,32 @@ class ColdPageConfig(_Block):
             raise ValueError(
                 f"skip_rope_quantization and rope_quant = {self.rope_quant!r} exclude each other; give one"
             )
-        plain = {
+        if self.quant not in ("auto", "nvfp4") and self.plain_options:
+            raise ValueError(f"{self.plain_options[0]} belongs to quant = 'nvfp4', not to {self.quant!r}; leave it out")
+        if (self.global_scale is GlobalScale.CHECKPOINT) != (self.scale_checkpoint_path is not None):
+            raise ValueError(
+                "global_scale = 'checkpoint' and scale_checkpoint_path belong together: give the folder of the "
+                "checkpoint whose scales are meant, or neither"
+            )
+        if self.quant in ("lossless", "none") and (self.max_relative_error is not None or self.quality_sample):
+            option = "quality_sample" if self.max_relative_error is None else "max_relative_error"
+            raise ValueError(f"{option}: quant = {self.quant!r} has no error to measure; leave it out")
+        if self.quality_budget is not None and not self.quality_sample:
+            raise ValueError(
+                f"quality_budget = {self.quality_budget} needs quality_sample, such as 0.001: nothing is measured "
+                "without"
+            )
+        return self
+
+    @property
+    def plain_options(self) -> tuple[str, ...]:
+        """Options of plain nvfp4 that are set."""
+        unset = {
             "global_scale": self.global_scale is GlobalScale.PAGE,
             "skip_rope_quantization": not self.skip_rope_quantization,
             "rope_quant": self.rope_quant == "nvfp4",
         }
-        for option, unset in plain.items():
-            if self.quant != "nvfp4" and not unset:
-                raise ValueError(f"{option} belongs to quant = 'nvfp4', not to {self.quant!r}; leave it out")
-        if self.quant in ("lossless", "none") and (self.max_relative_error is not None or self.quality_sample):
-            option = "quality_sample" if self.max_relative_error is None else "max_relative_error"
-            raise ValueError(f"{option}: quant = {self.quant!r} has no error to measure; leave it out")
-        return self
+        return tuple(option for option, value in unset.items() if not value)
 
 
 class TriAttentionConfig(_Block):

@@ -104,6 +104,7 @@ class Ledger(Collector):
         self._cold = {d.value: 0 for d in Direction}
         self._spills = {t: {s.value: 0 for s in PutStatus} for t in tiers[1:]}
         self._errors = dict.fromkeys(ERROR_SITES, 0)
+        self._switches = dict.fromkeys(("k", "v", "latent"), 0)
         self._usages: dict[str, Callable[[], TierUsage]] = {}
 
         self.registry = CollectorRegistry()
@@ -196,6 +197,11 @@ class Ledger(Collector):
         """The relative L2 error of one buffer of a sampled page."""
         self._relative_error.labels(str(layer), role).observe(relative_error)
 
+    def precision_switched(self, role: str) -> None:
+        """Count that a layer's K, V or latent is stored finer from now on."""
+        with self._lock:
+            self._switches[role] += 1
+
     def snapshot(self) -> LedgerSnapshot:
         with self._lock:
             return LedgerSnapshot(
@@ -224,6 +230,9 @@ class Ledger(Collector):
         yield _counters("kvtier_cold_bytes", "Bytes of moved pages as stored", "direction", s.cold_bytes)
         yield _counter("kvtier_load_failures", "Loads that failed after their start", s.load_failures)
         yield _counters("kvtier_errors", "Exceptions caught so that the engine keeps serving", "site", s.errors)
+        with self._lock:
+            switches = dict(self._switches)
+        yield _counters("kvtier_precision_switches", "Layers stored finer since, by role", "role", switches)
         spills = CounterMetricFamily("kvtier_spill_pages", "Pages written to lower tiers", labels=["tier", "status"])
         for tier, statuses in s.spills.items():
             for status, n in statuses.items():

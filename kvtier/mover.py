@@ -16,16 +16,17 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.abc.codec import Codec
+from kvtier.abc.codec import FINER, Codec
 from kvtier.abc.tier import PageMeta, PutStatus, Slot
 from kvtier.codecs import registry
-from kvtier.errors import ConfigError, SpecError
+from kvtier.errors import CodecError, ConfigError, SpecError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
 from kvtier.ledger import Direction, OffloadOutcome
 from kvtier.lookup import Lookup, Pin
-from kvtier.spec import BufferSpec, ColdLayout, PageSpec
+from kvtier.quality import QualityGuard
+from kvtier.spec import LEVEL_MAX, BufferSpec, ColdLayout, PageSpec, levels_bytes
 from kvtier.store import TieredStore
 from kvtier.workers import WorkerPool
 
@@ -121,7 +122,10 @@ class PageMover:
         self._codec = codec
         self._fingerprint = spec.fingerprint  # a hash over every buffer: too dear for each page
         self._raw = registry.codec("raw")
-        self._layouts: dict[int, ColdLayout] = {}
+        self._layouts: dict[tuple[int, tuple[int, ...]], ColdLayout] = {}
+        self._guard: QualityGuard | None = None
+        if codec.quality_budget is not None:
+            self._guard = QualityGuard(spec, codec.quality_budget, store.ledger.precision_switched)
         self.layout(codec)  # a form that cannot hold such pages is refused here, not page by page
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
@@ -130,11 +134,13 @@ class PageMover:
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
         self._in = WorkerPool("kvtier-onboard", workers, partial(self._worker_error, "load"))
 
-    def layout(self, codec: Codec) -> ColdLayout:
-        """The cold layout of this mover's pages in `codec`'s form."""
-        layout = self._layouts.get(codec.form)
+    def layout(self, codec: Codec, levels: tuple[int, ...] = ()) -> ColdLayout:
+        """The cold layout of this mover's pages in `codec`'s form, with some buffers stored finer where `levels` are
+        given."""
+        key = (int(codec.form), levels)
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[codec.form] = codec.layout(self.spec)
+            layout = self._layouts[key] = codec.finer_layout(self.spec, levels) if levels else codec.layout(self.spec)
         return layout
 
     # -- offload -----------------------------------------------------------------------------------------------------
@@ -199,7 +205,8 @@ class PageMover:
         pages: list[int],
         stored: OffloadOutcome = OffloadOutcome.STORED,
     ) -> Counter[OffloadOutcome]:
-        layout = self.layout(codec)
+        levels = self._guard.levels if self._guard is not None and codec is self._codec else ()
+        layout = self.layout(codec, levels)
         outcomes: Counter[OffloadOutcome] = Counter()
         give_up = time.monotonic() + self._offload_wait_s
         while pages:
@@ -260,8 +267,9 @@ class PageMover:
             refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
+            form = codec.form | FINER if layout.levels else codec.form
             metas = [
-                PageMeta(layout.cold_page_bytes, codec.form, int(valid[i]), sums[i], self._fingerprint, origins[i])
+                PageMeta(layout.cold_page_bytes, form, int(valid[i]), sums[i], self._fingerprint, origins[i])
                 for i in good
             ]
             if refused:
@@ -299,9 +307,11 @@ class PageMover:
             return
         sums = codec.errors(layout, pool, ids[some], valid[some], self.store.host.arena, offsets[some])
         for page in sums:
-            for buffer, (lost, whole) in zip(self.spec.buffers, page.tolist(), strict=True):
+            for n, (buffer, (lost, whole)) in enumerate(zip(self.spec.buffers, page.tolist(), strict=True)):
                 if whole > 0:
                     self._ledger.sampled(buffer.layer, buffer.role.value, (lost / whole) ** 0.5)
+                    if self._guard is not None:
+                        self._guard.observe(layout.levels, n, (lost / whole) ** 0.5)
 
     def _encode_varying(
         self,
@@ -414,13 +424,15 @@ class PageMover:
         self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None
     ) -> None:
         groups = []
-        for form in sorted({meta.form for _, meta in pins}):
-            members = [i for i, (_, meta) in enumerate(pins) if meta.form == form]
+        by_form: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for i, (slot, meta) in enumerate(pins):
+            by_form.setdefault((meta.form, self._levels_of(slot, meta)), []).append(i)
+        for (form, levels), members in sorted(by_form.items()):
             codec = registry.codec_for_form(form)
             groups.append(
                 (
                     codec,
-                    self.layout(codec),
+                    self.layout(codec, levels),
                     ids[members],
                     np.array([pins[i][1].valid_tokens for i in members], dtype=np.int32),
                     np.array([pins[i][0].offset for i in members], dtype=np.int64),
@@ -433,6 +445,17 @@ class PageMover:
             if on_layer is not None:
                 on_layer(number)
         self._ledger.time_codec("decode", time.perf_counter() - start)
+
+    def _levels_of(self, slot: Slot, meta: PageMeta) -> tuple[int, ...]:
+        """How much finer the buffers of a verified page are stored than its form says."""
+        if not meta.form & FINER:
+            return ()
+        end = slot.offset + meta.nbytes
+        start = end - levels_bytes(self.spec)
+        levels = tuple(self.store.host.arena[start : start + len(self.spec.buffers)].tolist())
+        if meta.nbytes < levels_bytes(self.spec) or max(levels) > LEVEL_MAX:
+            raise CodecError(f"levels {levels}: the bytes are not those of a page of form {meta.form}")
+        return levels
 
     # -- house-keeping -----------------------------------------------------------------------------------------------
 

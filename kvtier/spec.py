@@ -98,7 +98,7 @@ class Codings:
     (None: like the columns beside it); everything else is NVFP4.
 
     levels: how much finer each buffer of the page is stored than that says, or nothing where none is: 0 not at all,
-    1 as two NVFP4 components, 2 as it is. FP8 buffers, which two components would not shrink, are kept from 1 on."""
+    1 as two NVFP4 components, 2 as it is."""
 
     key: Coding = Coding.NVFP4
     rotary: Coding | None = None
@@ -454,8 +454,7 @@ def _split(buffer: int, spec: BufferSpec, codings: Codings) -> list[_Part]:
     """(buffer, column, columns, coding) of each part of a compressed buffer, by column."""
     level = codings.levels[buffer] if codings.levels else 0
     if level:
-        finer = level == 1 and spec.dtype is not DType.FP8_E4M3
-        return [(buffer, 0, spec.dim, Coding.TWO_FP4 if finer else Coding.RAW)]
+        return [(buffer, 0, spec.dim, Coding.TWO_FP4 if level == 1 else Coding.RAW)]
     rest = codings.key if spec.role is Role.K else Coding.NVFP4
     begin, end = spec.rotary
     if codings.rotary is None or begin == end:

@@ -135,7 +135,7 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def _open(self, config: Config, engine: identity.EngineIdentity) -> None:
         self._config = config
-        self._codec = open_codec(config)
+        self._codec = open_codec(config, self._pool.spec)
         self._namespace = Namespace.of(
             self._pool.spec,
             policy_of(self._codec),

@@ -73,7 +73,7 @@ class PrefixCache:
         one. `model_name` is the name that the model is known by, never a local path. Raises ConfigError, SpecError or
         TierPathError, with everything closed again."""
         spec = page_spec_of(model.config, page_tokens=page_tokens, dtype=dtype_of_model(model))
-        codec = open_codec(config)
+        codec = open_codec(config, spec)
         namespace = namespace_of(model, spec, codec, model_name=model_name, lora=lora, salt=config.salt)
         store = open_store(config)
         mover: PageMover | None = None

@@ -51,8 +51,8 @@ _SCALE_GRID = e4m3_values(np.arange(SCALE_MAX_CODE + 1)).astype(np.float64)
 def quantize(x: F32, k: int = 0, global_scale: float | None = None) -> tuple[U8, U8]:
     """Float32 ``[..., d]`` with d a multiple of 16 -> nibbles uint8 ``[..., d / 2]``, scales uint8 ``[..., d / 16]``.
 
-    global_scale: in place of 2**-k. The even element of a pair is in the low nibble. The scale never falls below 2**-6, the smallest normal e4m3,
-    which is what makes encoding a decoded page give the same bytes again.
+    global_scale: in place of 2**-k. The even element of a pair is in the low nibble. The scale never falls below 2**-6,
+    the smallest normal e4m3, which is what makes encoding a decoded page give the same bytes again.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
     amax = np.abs(groups).max(axis=-1)
@@ -69,7 +69,7 @@ def quantize(x: F32, k: int = 0, global_scale: float | None = None) -> tuple[U8,
 
 
 def dequantize(data: U8, scales: U8, k: int = 0, global_scale: float | None = None) -> F32:
-    """The inverse: float32 ``[..., d]``. Every product is exact in float32, where the global scale is a power of two."""
+    """The inverse: float32 ``[..., d]``. Every product is exact in float32 where the scale is a power of two."""
     codes = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1, GROUP)
     values = np.where(codes & 8, -E2M1_MAGNITUDES[codes & 7], E2M1_MAGNITUDES[codes & 7]).astype(np.float32)
     gs = np.float32(2.0**-k if global_scale is None else global_scale)

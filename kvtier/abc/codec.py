@@ -77,6 +77,8 @@ class Codec(ABC):
     """Whether pages vary in size: `cold_page_bytes` is then the most, and `EncodeResult.nbytes` what it was."""
     quality_sample: float = 0.0
     """Share of the pages whose error is to be measured, for the metrics."""
+    quality_budget: float | None = None
+    """The measured error from which on a buffer is to be stored finer, if any."""
 
     @property
     @abstractmethod

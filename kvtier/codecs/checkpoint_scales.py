@@ -52,8 +52,8 @@ class CheckpointScales:
                     )
                 if found[role].setdefault(layer, inverse) != inverse:
                     raise ConfigError(
-                        f"scale_checkpoint_path = {str(path)!r}: {name} is there twice, with different values; give the "
-                        "folder of one checkpoint"
+                        f"scale_checkpoint_path = {str(path)!r}: {name} is there twice, with different values; "
+                        "give the folder of one checkpoint"
                     )
         if not found[Role.K] and not found[Role.V]:
             raise ConfigError(

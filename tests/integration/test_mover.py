@@ -43,7 +43,7 @@ def config(directory: Path, quant: str = "nvfp4", host: str = "4MiB") -> Config:
 
 
 def open_mover(config: Config, spec: PageSpec = SPEC, **identity: str) -> PageMover:
-    codec = open_codec(config)
+    codec = open_codec(config, spec)
     namespace = Namespace.of(
         spec, policy_of(codec), model="m", weights="00", dtype=spec.buffers[0].dtype.value, **identity
     )
@@ -130,7 +130,7 @@ def test_nvfp4_comes_back_within_its_bound_and_counts_bytes(mover: PageMover) ->
     snapshot = mover.store.ledger.snapshot()
     assert snapshot.hits["host"] == PAGES == snapshot.lookups
     assert snapshot.hot_bytes["offload"] == snapshot.hot_bytes["onboard"] == PAGES * SPEC.hot_page_bytes
-    assert snapshot.cold_bytes["offload"] == PAGES * mover.layout(open_codec(config(Path("/")))).cold_page_bytes
+    assert snapshot.cold_bytes["offload"] == PAGES * mover.layout(open_codec(config(Path("/")), SPEC)).cold_page_bytes
 
 
 def test_pages_cross_layouts(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_after_close_pages_are_refused_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_mover_without_workers_is_refused(mover: PageMover) -> None:
-    codec = open_codec(config(Path("unused")))
+    codec = open_codec(config(Path("unused")), SPEC)
     with pytest.raises(ConfigError, match="workers = 0: must be at least 1"):
         PageMover(mover.store, SPEC, mover.namespace, codec, workers=0)
 
@@ -289,9 +289,9 @@ def test_another_models_geometry_is_refused(tmp_path: Path) -> None:
     mover = open_mover(config(tmp_path))
     other = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=32, dtype=DType.BF16)
     with pytest.raises(SpecError, match="another page geometry"):
-        PageMover(mover.store, other, mover.namespace, open_codec(config(tmp_path)))
+        PageMover(mover.store, other, mover.namespace, open_codec(config(tmp_path), SPEC))
     with pytest.raises(SpecError, match="codec policy"):
-        PageMover(mover.store, SPEC, mover.namespace, open_codec(config(tmp_path, "none")))
+        PageMover(mover.store, SPEC, mover.namespace, open_codec(config(tmp_path, "none"), SPEC))
     close(mover)
 
 

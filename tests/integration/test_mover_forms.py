@@ -38,7 +38,7 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
             ],
         }
     )
-    which = open_codec(config)
+    which = open_codec(config, SPEC)
     namespace = Namespace.of(SPEC, policy_of(which), model="m", weights="00", dtype="bf16")
     mover = PageMover(open_store(config), SPEC, namespace, which)
     try:

@@ -44,7 +44,7 @@ def test_a_full_block() -> None:
 
 def test_defaults_quantize_and_an_empty_list_does_not() -> None:
     default = parse_config({"tiers": [HOST]}).cold_page
-    assert default is not None and default.quant == "nvfp4" and default.global_scale is GlobalScale.PAGE
+    assert default is not None and default.quant == "auto" and default.global_scale is GlobalScale.PAGE
     assert parse_config({"tiers": [HOST], "kv_cache_compression_config": []}).cold_page is None
 
 
