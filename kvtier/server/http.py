@@ -3,15 +3,20 @@
 ``/metrics``  Prometheus text, or OpenMetrics where the Accept header asks for it
 ``/livez``    200 while the process answers at all
 ``/readyz``   200 if a real put and get just worked, else 503 with the reason
+``/``         the status page, and its data below ``/api`` (`kvtier.server.page`)
 
-It listens on the loopback address unless remote access is allowed explicitly, and then ``/metrics`` and the reason
-of ``/readyz`` need a bearer token. Orchestrators probe without credentials, so the two statuses are always answered.
+It listens on the loopback address unless remote access is allowed explicitly, and then everything but the two statuses
+needs the token: as a bearer token, or as the password of any user, which is how a browser asks for it. Orchestrators
+probe without credentials, so the two statuses are always answered.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import errno
+import gzip
 import hmac
 import ipaddress
 import os
@@ -24,12 +29,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvtier.config import HttpConfig
 from kvtier.errors import ConfigError
+from kvtier.server.page import SECURITY_HEADERS, StatusPage
 
 TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
 MAX_CONNECTIONS = 16
@@ -38,6 +45,8 @@ READY_TIMEOUT_S = 5.0
 READY_CACHE_S = 1.0
 """A probe writes and reads real pages: callers cannot make it run more often than this."""
 CLOSE_TIMEOUT_S = 2.0
+_GZIP_FROM_BYTES = 8192
+_PATHS = b"/metrics, /livez, /readyz\n"
 
 ReadyCheck = Callable[[], str | None]
 """Does a real put and get; returns None, or the reason why not. May raise; the error is then the reason."""
@@ -83,14 +92,19 @@ class HttpOptions:
 
 
 class HttpExporter:
-    """Serves `registry` and the health of this process until `close`. Starts listening in the constructor.
-
-    `port` is the port in use. All methods may be called from any thread. Raises ConfigError where the options
-    cannot work or the port is taken.
+    """Serves `registry`, the health of this process and its status page until `close`. Starts listening in the
+    constructor; `port` is the port in use. All methods may be called from any thread. Raises ConfigError where the
+    options cannot work or the port is taken.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, options: HttpOptions, *, rank: int = 0, ready: ReadyCheck | None = None
+        self,
+        registry: CollectorRegistry,
+        options: HttpOptions,
+        *,
+        rank: int = 0,
+        ready: ReadyCheck | None = None,
+        page: StatusPage | None = None,
     ) -> None:
         token = options.token()
         if not _is_loopback(options.host):
@@ -105,7 +119,7 @@ class HttpExporter:
                     f"{TOKEN_VARIABLE}"
                 )
         port = options.port_of(rank)
-        state = _State(registry, token, _Readiness(ready))
+        state = _State(registry, token, _Readiness(ready), page)
         try:
             self._server = _Server((options.host, port), state)
         except OSError as e:
@@ -115,6 +129,9 @@ class HttpExporter:
         self._closed = threading.Lock()
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvtier-http", daemon=True)
         self._thread.start()
+        self._page = page
+        if page is not None:
+            page.start()
 
     @property
     def url(self) -> str:
@@ -130,6 +147,8 @@ class HttpExporter:
         self._thread.join(max(0.0, end - time.monotonic()))
         self._server.server_close()
         self._server.cut_connections(end)
+        if self._page is not None:
+            self._page.close()
 
     def __enter__(self) -> HttpExporter:
         return self
@@ -183,6 +202,7 @@ class _State:
     registry: CollectorRegistry
     token: bytes | None
     readiness: _Readiness
+    page: StatusPage | None
 
 
 class _Server(HTTPServer):
@@ -260,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._metrics()
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"known paths: /metrics, /livez, /readyz\n")
+            self._page()
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -272,6 +292,37 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             shown = reason if self._authorized() else "not ready"
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, shown.encode(errors="replace") + b"\n")
+
+    def _page(self) -> None:
+        page = self.server.state.page
+        if page is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"known paths: " + _PATHS)
+            return
+        if not self._authorized():
+            # A browser then asks for a user, which may be anything, and a password, which is the token.
+            text = b"a token is needed: as bearer token, or as password\n"
+            self._answer(HTTPStatus.UNAUTHORIZED, text, {"WWW-Authenticate": 'Basic realm="kvtier"'})
+            return
+        if self.server.state.token is None and not _is_own_name(self.headers.get("Host", ""), self.server.server_name):
+            # A page of somebody else, whose name was made to point here, must not read ours.
+            self._answer(HTTPStatus.FORBIDDEN, b"use the address 127.0.0.1 or the name localhost\n")
+            return
+        try:
+            answer = page.answer(self.path)
+        except Exception as e:  # noqa: BLE001 - a collector's fault is the reader's to see, as in _metrics
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(e).__name__}: {e}\n".encode())
+            return
+        if answer is None:
+            self._answer(
+                HTTPStatus.NOT_FOUND, b"known paths: /, /api/status, /api/explain, /metrics, /livez, /readyz\n"
+            )
+            return
+        headers = {"Content-Type": answer.content_type, **SECURITY_HEADERS}
+        body = answer.body
+        if len(body) > _GZIP_FROM_BYTES and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, compresslevel=1)
+            headers["Content-Encoding"] = "gzip"
+        self._answer(answer.status, body, headers)
 
     def _metrics(self) -> None:
         if not self._authorized():
@@ -289,8 +340,16 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.server.state.token
         if token is None:
             return True
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(errors="replace"), token)
+        scheme, _, text = self.headers.get("Authorization", "").partition(" ")
+        given = text.strip().encode(errors="replace")
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given, token)
 
     def _answer(self, status: HTTPStatus, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -315,6 +374,18 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_own_name(host_header: str, bound: str) -> bool:
+    """Whether a Host header names this machine by an address, or by a name that nobody else can give it."""
+    name = urlsplit(f"//{host_header}").hostname or ""
+    if name in ("localhost", bound):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _family(host: str) -> socket.AddressFamily:
