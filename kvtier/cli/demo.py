@@ -23,11 +23,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtier.cli.report import DemoResult
+    from kvtier.spec import PageSpec
 
 
 class DemoCodec(str, Enum):
+    AUTO = "auto"
     NVFP4 = "nvfp4"
+    NVFP4_OFFSET = "nvfp4_offset"
+    NVFP4_TOKEN = "nvfp4_token"
+    K8V4 = "k8v4"
+    TWO_FP4 = "2fp4"
     RAW = "raw"
+
+    def resolved(self, spec: PageSpec) -> str:
+        """The codec's name for pages of `spec`."""
+        from kvtier.build import default_quant
+
+        return default_quant(spec) if self is DemoCodec.AUTO else self.value
+
+    @property
+    def quant(self) -> str:
+        """The option of the configuration."""
+        return "none" if self is DemoCodec.RAW else self.value
 
 
 class Engine(str, Enum):
@@ -65,7 +82,7 @@ def demo(
     directory: Annotated[
         Path | None, typer.Option(help="Where the NVMe tier lives, kept for the next run. Default: a temporary one.")
     ] = None,
-    codec: Annotated[DemoCodec, typer.Option(help="How pages are stored.")] = DemoCodec.NVFP4,
+    codec: Annotated[DemoCodec, typer.Option(help="How pages are stored.")] = DemoCodec.AUTO,
     page_tokens: Annotated[int, typer.Option(help="Tokens in one page.")] = 64,
     threads: Annotated[int | None, typer.Option(help="Threads that compute. Default: the cores there are.")] = None,
     sessions: Annotated[int | None, typer.Option(help="How many sessions to serve.")] = None,

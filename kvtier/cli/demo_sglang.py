@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.abc.tier import SLOT_ALIGN
-from kvtier.cli.demo import DemoCodec, DemoOptions
+from kvtier.cli.demo import DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
 from kvtier.cli.sessions import Turn, load_turns
@@ -62,7 +62,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
         _Request(turn, tokenizer(turn.prompt)["input_ids"], tokenizer(turn.output)["input_ids"]) for turn in turns
     ]
     spec = _page_spec(transformers.AutoConfig.from_pretrained(folder), options.page_tokens)
-    cold = registry.codec(options.codec.value).layout(spec).cold_page_bytes
+    cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
     pages = max(len(r.prompt) + len(r.output) for r in requests) // options.page_tokens + 4
     host_capacity = options.host_capacity or f"{pages * -(-cold // SLOT_ALIGN) * SLOT_ALIGN}B"
     engine_options = {
@@ -89,7 +89,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
         setup=(
             f"{MODEL_NAME} in SGLang {version}, computing in FP32 on {options.threads} CPU threads; {len(turns)} turns "
             f"of {len({t.session for t in turns})} agent sessions, {sum(len(r.prompt) for r in requests):,} prompt "
-            f"tokens; pages of {options.page_tokens} tokens as {options.codec.value}, {cold:,} B each; "
+            f"tokens; pages of {options.page_tokens} tokens as {options.codec.resolved(spec)}, {cold:,} B each; "
             f"host tier {parse_bytes(host_capacity) / 2**20:.0f} MiB, NVMe tier in {directory}"
         ),
         turns=tuple(results),
@@ -247,9 +247,8 @@ class _Metrics:
 
 
 def _block(options: DemoOptions, directory: Path, host_capacity: str, port: int) -> dict[str, Any]:
-    quant = "none" if options.codec is DemoCodec.RAW else options.codec.value
     return {
-        "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": quant}],
+        "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": options.codec.quant}],
         "tiers": [
             {"type": "host", "capacity": host_capacity},
             {"type": "nvme", "path": str(directory), "capacity": options.nvme_capacity},

@@ -50,7 +50,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     ]
     spec = page_spec_of(model.config, page_tokens=options.page_tokens, dtype=DType.FP32)
     with _directory(options.directory) as directory:
-        cold = registry.codec(options.codec.value).layout(spec).cold_page_bytes
+        cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
         longest = max(len(r.prompt) + len(r.output) for r in requests)
         host_capacity = options.host_capacity or _room_for(longest, options.page_tokens, cold)
         config = _config(options, directory, host_capacity)
@@ -62,7 +62,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
         setup=(
             f"{MODEL_NAME}, computing in FP32 on {options.threads} CPU threads; {len(turns)} turns of "
             f"{len({t.session for t in turns})} agent sessions, {sum(len(r.prompt) for r in requests):,} prompt "
-            f"tokens; pages of {options.page_tokens} tokens as {options.codec.value}, {cold:,} B each; "
+            f"tokens; pages of {options.page_tokens} tokens as {options.codec.resolved(spec)}, {cold:,} B each; "
             f"host tier {parse_bytes(host_capacity) / 2**20:.0f} MiB, NVMe tier in {directory}"
         ),
         turns=tuple(results),
@@ -171,10 +171,9 @@ def _room_for(tokens: int, page_tokens: int, cold_page_bytes: int) -> str:
 
 
 def _config(options: DemoOptions, directory: Path, host_capacity: str) -> Config:
-    quant = "none" if options.codec is DemoCodec.RAW else options.codec.value
     return parse_config(
         {
-            "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": quant}],
+            "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": options.codec.quant}],
             "tiers": [
                 {"type": "host", "capacity": host_capacity},
                 {"type": "nvme", "path": str(directory), "capacity": options.nvme_capacity},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,7 @@ _LAYERS_MAX = 100_000
 
 
 class SizeCodec(str, Enum):
+    AUTO = "auto"
     NVFP4 = "nvfp4"
     NVFP4_OFFSET = "nvfp4_offset"
     NVFP4_TOKEN = "nvfp4_token"
@@ -39,9 +41,18 @@ class SizeRope(str, Enum):
 Layers = Annotated[int, typer.Option(help="Attention layers.")]
 Tokens = Annotated[int, typer.Option(help="Tokens in one page.")]
 Dtype = Annotated[DType, typer.Option(help="Element type of the hot cache.")]
-Codec = Annotated[SizeCodec, typer.Option(help="How pages are stored.")]
+Codec = Annotated[
+    SizeCodec, typer.Option(help="How pages are stored. auto: nvfp4_token, or nvfp4 with its options or short pages.")
+]
 Scale = Annotated[
-    GlobalScale, typer.Option(help="Second-level scale of nvfp4: page stores one byte per buffer, identity nothing.")
+    GlobalScale,
+    typer.Option(
+        help="Second-level scale of nvfp4: page stores one byte per buffer, checkpoint four, identity nothing."
+    ),
+]
+ScalePath = Annotated[
+    Path | None,
+    typer.Option(help="Checkpoint whose scales --global-scale checkpoint takes; without it, what they would need."),
 ]
 Rope = Annotated[SizeRope, typer.Option(help="How nvfp4 stores rotary columns that are a part of the row.")]
 Lossless = Annotated[
@@ -59,8 +70,9 @@ def mha(
     tokens: Tokens = 64,
     dtype: Dtype = DType.BF16,
     rotary_dim: Annotated[int, typer.Option(help="Leading columns of K with a rotary position, if not all.")] = 0,
-    codec: Codec = SizeCodec.NVFP4,
+    codec: Codec = SizeCodec.AUTO,
     global_scale: Scale = GlobalScale.PAGE,
+    scale_checkpoint_path: ScalePath = None,
     rope: Rope = SizeRope.NVFP4,
     lossless_bytes: Lossless = None,
     as_json: AsJson = False,
@@ -73,7 +85,7 @@ def mha(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=tokens, dtype=dtype, rotary_dim=rotary_dim
     )
     extra = [_lossless(layer, n) for layer in range(layers) for n in lossless_bytes or ()]
-    _report(spec.with_buffers(extra), codec, global_scale, rope, as_json)
+    _report(spec.with_buffers(extra), codec, global_scale, scale_checkpoint_path, rope, as_json)
 
 
 @app.command()
@@ -85,8 +97,9 @@ def mla(
     dtype: Dtype = DType.BF16,
     index_buffers: Annotated[int, typer.Option(help="Layers with a sparse-attention index-key buffer.")] = 0,
     index_page_bytes: Annotated[int, typer.Option(help="Bytes of one index-key buffer per page.")] = 8448,
-    codec: Codec = SizeCodec.NVFP4,
+    codec: Codec = SizeCodec.AUTO,
     global_scale: Scale = GlobalScale.PAGE,
+    scale_checkpoint_path: ScalePath = None,
     rope: Rope = SizeRope.NVFP4,
     lossless_bytes: Lossless = None,
     as_json: AsJson = False,
@@ -107,7 +120,7 @@ def mla(
         index_page_bytes=index_page_bytes,
     )
     extra = [_lossless(layer, n) for layer in range(layers) for n in lossless_bytes or ()]
-    _report(spec.with_buffers(extra), codec, global_scale, rope, as_json)
+    _report(spec.with_buffers(extra), codec, global_scale, scale_checkpoint_path, rope, as_json)
 
 
 def _lossless(layer: int, nbytes: int) -> BufferSpec:
@@ -115,7 +128,26 @@ def _lossless(layer: int, nbytes: int) -> BufferSpec:
     return BufferSpec(Role.OPAQUE, layer, 1, 1, nbytes, DType.UINT8)
 
 
-def _layout(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope) -> ColdLayout:
+def _resolved(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope) -> SizeCodec:
+    """What auto means for `spec`, as in the configuration."""
+    if codec is not SizeCodec.AUTO:
+        return codec
+    if rope is not SizeRope.NVFP4 or global_scale is not GlobalScale.PAGE:
+        return SizeCodec.NVFP4
+    from kvtier.build import default_quant
+
+    return SizeCodec(default_quant(spec))
+
+
+def _layout(
+    spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope, scale_checkpoint_path: Path | None
+) -> ColdLayout:
+    if scale_checkpoint_path is not None:
+        if global_scale is not GlobalScale.CHECKPOINT:
+            raise ConfigError("--scale-checkpoint-path belongs to --global-scale checkpoint; give both or neither")
+        from kvtier.codecs.checkpoint_scales import CheckpointScales
+
+        CheckpointScales.load(scale_checkpoint_path).of(spec)
     if codec is SizeCodec.NVFP4:
         rotary = _ROPE_CODINGS[rope]
         return ColdLayout.of(spec, quantize=True, global_scale=global_scale, codings=Codings(rotary=rotary))
@@ -140,15 +172,24 @@ _KEY_CODINGS = {
 }
 
 
-def _report(spec: PageSpec, codec: SizeCodec, global_scale: GlobalScale, rope: SizeRope, as_json: bool) -> None:
+def _report(
+    spec: PageSpec,
+    codec: SizeCodec,
+    global_scale: GlobalScale,
+    scale_checkpoint_path: Path | None,
+    rope: SizeRope,
+    as_json: bool,
+) -> None:
     from kvtier.abc.tier import SLOT_ALIGN
 
-    layout = _layout(spec, codec, global_scale, rope)
+    codec = _resolved(spec, codec, global_scale, rope)
+    layout = _layout(spec, codec, global_scale, rope, scale_checkpoint_path)
     cold = layout.cold_page_bytes
     attention = [b for b in spec.buffers if b.role.attention]
     kept = spec.hot_page_bytes - sum(b.hot_bytes for b in attention)
     slot = -(-cold // SLOT_ALIGN) * SLOT_ALIGN
-    figures: dict[str, int | float] = {
+    figures: dict[str, int | float | str] = {
+        "codec": codec.value,
         "page_tokens": spec.page_tokens,
         "hot_page_bytes": spec.hot_page_bytes,
         "cold_page_bytes": cold,

@@ -52,7 +52,7 @@ def test_a_second_run_finds_the_first_ones_pages_on_disk(tmp_path: Path) -> None
     assert {n: c for n, c in first["misses"].items() if c} == {"absent": 21}
     assert first["hits"] == {"host": 0, "nvme": 0}
     assert first["hot_bytes"] == 23 * 64 * 23_040
-    assert first["hot_bytes"] / first["cold_bytes"] == pytest.approx(3.5556, abs=0.002)
+    assert first["hot_bytes"] / first["cold_bytes"] == pytest.approx(3.2, abs=0.002)
     assert first["top1_agreement"] == 1.0, "nothing was restored, so both runs did the same"
 
     second, said = demo(tmp_path, "--turns", "1", "--directory", str(pages))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +14,15 @@ from kvtier import __version__
 from kvtier.cli import main
 
 
-def size(capsys: pytest.CaptureFixture[str], args: str) -> dict[str, float]:
+def size(capsys: pytest.CaptureFixture[str], args: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as done:
         main(["size", *args.split(), "--json"])
     assert done.value.code in (0, None)
-    got: dict[str, float] = json.loads(capsys.readouterr().out)
+    got: dict[str, Any] = json.loads(capsys.readouterr().out)
     return got
 
 
+_QWEN3_8B = "mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32"
 GOLDEN = [
     ("mha --layers 1 --kv-heads 1 --head-dim 32 --tokens 5", 640, 192),
     ("mha --layers 1 --kv-heads 4 --head-dim 128 --tokens 5", 10_240, 2_880),
@@ -42,9 +45,37 @@ def test_golden_sizes(capsys: pytest.CaptureFixture[str], args: str, hot: int, c
 
 
 def test_the_default_scale_costs_one_byte_per_buffer(capsys: pytest.CaptureFixture[str]) -> None:
-    got = size(capsys, "mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32")
+    got = size(capsys, f"{_QWEN3_8B} --codec nvfp4")
     assert got["cold_page_bytes"] == 1_327_104 + 80
     assert got["slot_bytes"] == 1_327_104 + 4096
+
+
+def test_scales_of_a_checkpoint_cost_four_bytes_per_buffer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = f"{_QWEN3_8B} --codec nvfp4 --global-scale checkpoint"
+    assert size(capsys, args)["cold_page_bytes"] == 1_327_104 + 4 * 72
+    assert size(capsys, "mla --layers 61 --global-scale checkpoint --dtype fp8_e4m3")["codec"] == "nvfp4"
+    empty = tmp_path / "model.safetensors"
+    empty.write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(SystemExit) as done:
+        main(["size", *args.split(), "--scale-checkpoint-path", str(empty)])
+    assert done.value.code == 2
+    assert "holds no scales" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "codec", "cold"),
+    [
+        (_QWEN3_8B, "nvfp4_token", 1_474_560 + 80),
+        (_QWEN3_8B.replace("32", "24"), "nvfp4", 995_328 + 80),
+        (f"{_QWEN3_8B} --global-scale identity", "nvfp4", 1_327_104),
+        ("mla --layers 61 --dtype fp8_e4m3 --index-buffers 61", "nvfp4", 1_780_224 + 64),
+    ],
+)
+def test_the_default_is_the_default_of_the_configuration(
+    capsys: pytest.CaptureFixture[str], args: str, codec: str, cold: int
+) -> None:
+    got = size(capsys, args)
+    assert (got["codec"], got["cold_page_bytes"]) == (codec, cold)
 
 
 _GQA = "mha --layers 1 --kv-heads 4 --head-dim 64 --tokens 64"
