@@ -18,6 +18,9 @@ import numpy.typing as npt
 KEY_BYTES = 32
 CHECKSUM_BYTES = 16
 FINGERPRINT_BYTES = 16
+PRIORITY_MIN, PRIORITY_MAX = -1, 1
+PROBE_PREFIX = b"kvtier readiness"
+"""Keys of records that only try whether a tier works begin with this: they are not among the counts of its pages."""
 SLOT_ALIGN = 4096
 """Slots of local tiers start at multiples of this, so that O_DIRECT can move them as they are."""
 
@@ -61,7 +64,8 @@ class PageMeta(NamedTuple):
     nbytes: length of the record. form: how the bytes are encoded (`kvtier.abc.codec.Form`).
     valid_tokens: rows past these are zeros. checksum: 16 bytes, xxh3-128 seeded with the page key
     (`kvtier.keys.checksum`). spec: fingerprint of the PageSpec, 16 bytes. origin: the engine's own key, opaque,
-    at most 255 bytes.
+    at most 255 bytes. priority: pages of a lower one make room first, PRIORITY_MIN to PRIORITY_MAX; known until the
+    tier is closed.
     """
 
     nbytes: int
@@ -70,6 +74,7 @@ class PageMeta(NamedTuple):
     checksum: bytes
     spec: bytes
     origin: bytes = b""
+    priority: int = 0
 
 
 class PutItem(NamedTuple):
@@ -160,6 +165,20 @@ class Tier(ABC):
     def close(self) -> None:
         """Release everything within 2 s; waits for calls under way. Safe to call twice."""
 
+    def touch_many(self, keys: Sequence[bytes]) -> None:
+        """Pages were used, in the order of `keys`, where another tier had them too. Index only; nothing where the tier
+        keeps no order of its own."""
+        return
+
+    def demote_many(self, keys: Sequence[bytes]) -> None:
+        """Let pages be the next to make room until they are used again: a tier above has them too. As `touch_many`."""
+        return
+
+    def protect_many(self, keys: Sequence[bytes], protected: bool) -> int:
+        """Let pages not make room for others from now on, or end that; how many of them are here. Ends with closing.
+        Does nothing where the tier keeps no order of its own."""
+        return 0
+
     def set_removal_listener(self, listener: RemovalListener | None) -> None:
         """`listener(keys, why)` is called, outside the tier's lock, after pages left the tier."""
         self._removal_listener = listener
@@ -191,9 +210,11 @@ class StagingTier(Tier):
         never waits. Padding behind `nbytes` up to 4 KiB is zeroed here."""
 
     @abstractmethod
-    def commit_many(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
+    def commit_many(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta], unwritten: int = 0
+    ) -> None:
         """Publish filled slots. Each stays pinned once, by its writer, until `unpin_many`. `meta.nbytes` may be
-        smaller than the slot's."""
+        smaller than the slot's. unwritten: as of `expect_writing`."""
 
     @abstractmethod
     def abort_many(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
@@ -203,6 +224,27 @@ class StagingTier(Tier):
     def pin_many(self, keys: Sequence[bytes]) -> list[int]:
         """Pin the committed page under each key and refresh its recency. The ids of their slots, -1 where absent.
         Counts nest. Fast: an engine's own thread calls it with thousands of keys; `pinned_many` tells the rest."""
+
+    @abstractmethod
+    def hold_many(self, keys: Sequence[bytes]) -> list[int]:
+        """As `pin_many`, but the pages do not count as used."""
+
+    @abstractmethod
+    def expect_writing(self, keys: Sequence[bytes], tiers: int) -> None:
+        """Pages must be offered to lower tiers before they may be evicted: a bit per tier, at most seven of them."""
+
+    @abstractmethod
+    def written(self, ids: Sequence[int], tiers: int) -> None:
+        """The pages in these pinned slots were offered to those tiers."""
+
+    @abstractmethod
+    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False) -> list[bytes]:
+        """Up to `limit` pages that must still be offered to one of `tiers`, the next to be evicted first (or last)."""
+
+    @property
+    @abstractmethod
+    def unwritten_bytes(self) -> int:
+        """Memory in use by pages that may not be evicted yet, because they must be offered to a lower tier."""
 
     @abstractmethod
     def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:

@@ -27,6 +27,7 @@ from kvtier.storage_backends.host.arena import Arena
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
 from kvtier.storage_backends.slots.extents import Region, slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
+from kvtier.storage_backends.slots.order import order_of
 from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _CLOSE_S = 1.8
@@ -40,20 +41,29 @@ class HostTier(StagingTier):
     """Slots are 4 KiB-aligned. All bookkeeping is under one lock that is never held while bytes move.
 
     capacity_bytes: hard cap, rounded down to 4 KiB. pretouch: fault the memory in ahead of use. max_record_bytes:
-    larger records are TOO_LARGE; by default the capacity.
+    larger records are TOO_LARGE; by default the capacity. policy, ttl_s: what makes room, and pages that were not used
+    for this long are gone.
     """
 
     capabilities = TierCapabilities(persistent=False, shared=False)
 
     def __init__(
-        self, capacity_bytes: int, *, name: str = "host", pretouch: bool = True, max_record_bytes: int | None = None
+        self,
+        capacity_bytes: int,
+        *,
+        name: str = "host",
+        pretouch: bool = True,
+        max_record_bytes: int | None = None,
+        policy: str = "lru",
+        ttl_s: float | None = None,
     ) -> None:
         self.name = name
         self._capacity_bytes = check_capacity(name, capacity_bytes)
+        order = order_of(policy)
         largest = check_max_record(name, max_record_bytes, self._capacity_bytes)
         self._memory = Arena(self._capacity_bytes, pretouch=pretouch)
         self.arena = self._memory.bytes_
-        self._table = SlotTable([Region(0, self._capacity_bytes)], largest)
+        self._table = SlotTable([Region(0, self._capacity_bytes)], largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
         self._put_bytes = 0
@@ -75,7 +85,9 @@ class HostTier(StagingTier):
                     arena[end : slot.offset + slot_bytes_of(slot.nbytes)] = 0
             return slots
 
-    def commit_many(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
+    def commit_many(
+        self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta], unwritten: int = 0
+    ) -> None:
         with self._gate:
             for meta, slot in zip(metas, slots, strict=True):
                 check_meta(meta)
@@ -84,7 +96,7 @@ class HostTier(StagingTier):
             with self._lock:
                 for slot, meta in zip(slots, metas, strict=True):
                     self._table.stage(slot.id, meta)
-                    self._table.publish(slot.id)
+                    self._table.publish(slot.id, meta.priority, unwritten)
                     self._put_bytes += meta.nbytes
 
     def abort_many(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
@@ -95,6 +107,26 @@ class HostTier(StagingTier):
     def pin_many(self, keys: Sequence[bytes]) -> list[int]:
         with self._gate, self._lock:
             return self._table.pin(keys)
+
+    def hold_many(self, keys: Sequence[bytes]) -> list[int]:
+        with self._gate, self._lock:
+            return self._table.pin(keys, use=False)
+
+    def expect_writing(self, keys: Sequence[bytes], tiers: int) -> None:
+        with self._gate, self._lock:
+            self._table.keep(keys, tiers)
+
+    def written(self, ids: Sequence[int], tiers: int) -> None:
+        with self._lock:
+            self._table.let_go(ids, tiers)
+
+    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False) -> list[bytes]:
+        with self._gate, self._lock:
+            return self._table.kept(tiers, limit, last_first=last_first)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return self._table.kept_bytes
 
     def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:
         with self._lock:
@@ -145,6 +177,18 @@ class HostTier(StagingTier):
     def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
         with self._gate:
             return self._locked(lambda: sum(self._table.remove(key, removal) for key in keys))
+
+    def touch_many(self, keys: Sequence[bytes]) -> None:
+        with self._gate, self._lock:
+            self._table.touch(keys)
+
+    def demote_many(self, keys: Sequence[bytes]) -> None:
+        with self._gate, self._lock:
+            self._table.demote(keys)
+
+    def protect_many(self, keys: Sequence[bytes], protected: bool) -> int:
+        with self._gate, self._lock:
+            return self._table.protect(keys, protected)
 
     def scan(self) -> list[tuple[bytes, PageMeta]]:
         """Every page's key and description, the least recently used first. A snapshot."""

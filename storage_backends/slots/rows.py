@@ -35,8 +35,9 @@ _FIRST_ROWS = 1024
 
 
 class Rows:
-    """`count` rows; grows by half. `extent` is where the slot's extent starts, `stamp` orders rows by last use,
-    `pin` counts holders, `state` is one of the above."""
+    """`count` rows; grows by half. `extent` is where the slot's extent starts, `pin` counts holders, `state` is one of
+    the above, `keep` has a bit set for every reason why the page may not make room. `stamp`, `lane`, `use` and `used`
+    belong to the table's order (`kvtier.storage_backends.slots.order`)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,6 +50,10 @@ class Rows:
     stamps: npt.NDArray[np.int64]
     pins: npt.NDArray[np.int32]
     states: npt.NDArray[np.int8]
+    keeps: npt.NDArray[np.uint8]
+    lanes: npt.NDArray[np.int8]
+    uses: npt.NDArray[np.uint8]
+    useds: npt.NDArray[np.int64]
 
     def new(self) -> int:
         if self._vacant:
@@ -76,6 +81,7 @@ class Rows:
     def vacate(self, row: int) -> None:
         self.state[row] = FREE
         self.pin[row] = 0
+        self.keep[row] = 0
         self._vacant.append(row)
 
     def key(self, row: int) -> bytes:
@@ -92,7 +98,13 @@ class Rows:
         fixed = np.zeros(size, FIXED)
         extents = np.zeros(size, np.int64)
         stamps, pins, states = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int8)
+        keeps, lanes = np.zeros(size, np.uint8), np.zeros(size, np.int8)
+        uses, useds = np.zeros(size, np.uint8), np.zeros(size, np.int64)
         if self.count:
+            keeps[: self.count] = self.keeps[: self.count]
+            lanes[: self.count] = self.lanes[: self.count]
+            uses[: self.count] = self.uses[: self.count]
+            useds[: self.count] = self.useds[: self.count]
             fixed[: self.count] = self.fixed[: self.count]
             extents[: self.count] = self.extents[: self.count]
             stamps[: self.count] = self.stamps[: self.count]
@@ -100,6 +112,9 @@ class Rows:
             states[: self.count] = self.states[: self.count]
         self.extents = extents
         self.fixed, self.stamps, self.pins, self.states = fixed, stamps, pins, states
+        self.keeps, self.lanes, self.uses, self.useds = keeps, lanes, uses, useds
+        self.keep, self.lane = memoryview(keeps), memoryview(lanes)
+        self.use, self.used = memoryview(uses), memoryview(useds)
         self._keys.extend(bytes(size * KEY_BYTES - len(self._keys)))
         self._raw = memoryview(fixed.view(np.uint8))
         self.offset, self.nbytes = memoryview(fixed["offset"]), memoryview(fixed["nbytes"])

@@ -3,9 +3,10 @@
 Both local tiers keep their pages in one SlotTable. Bookkeeping only: it moves no bytes, does no input or output and
 is not thread-safe; every call is made under the tier's lock.
 
-A page's life: `reserve` -> (bytes are written) -> `stage` -> `publish`, or `abort` anywhere before `publish`. Eviction
-is exact least-recently-used over published, unpinned pages. Where the next page to go has slots of another size, its
-whole extent is emptied, and its neighbours' where one is not enough, so that the space moves between size classes.
+A page's life: `reserve` -> (bytes are written) -> `stage` -> `publish`, or `abort` anywhere before `publish`. An order
+(`kvtier.storage_backends.slots.order`) says which page makes room; only published pages that are neither pinned nor
+kept for another reason may. Where the next page to go has slots of another size, its whole extent is emptied, and its
+neighbours' where one is not enough, so that the space moves between size classes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from kvtier.abc.tier import (
     CHECKSUM_BYTES,
     FINGERPRINT_BYTES,
     KEY_BYTES,
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    PROBE_PREFIX,
     SLOT_ALIGN,
     PageMeta,
     PutStatus,
@@ -30,13 +34,13 @@ from kvtier.abc.tier import (
 from kvtier.errors import SpecError
 from kvtier.storage_backends.slots.columns import PAGE, Entry, PageColumns
 from kvtier.storage_backends.slots.extents import Extent, ExtentAllocator, Region, slot_bytes_of
+from kvtier.storage_backends.slots.order import Age, LruOrder, Order
 from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
 
 _ORIGIN_MAX_BYTES = 255
-_VICTIMS_MIN = 64
 _MANY = 32  # rows from which whole columns are faster than one row after the other
-_VICTIMS_MAX = 16_384
-_VICTIMS_SHARE = 16
+_PROTECTED = 1 << 7
+"""The bit of a row's `keep` that says: not to be evicted, because somebody asked so."""
 
 
 class Removed(NamedTuple):
@@ -45,24 +49,36 @@ class Removed(NamedTuple):
 
 
 class SlotTable:
-    """See the module's docstring. A `row` is the handle of a reserved or pinned page."""
+    """See the module's docstring. A `row` is the handle of a reserved or pinned page.
 
-    def __init__(self, regions: Sequence[Region], max_record_bytes: int) -> None:
+    order: which page makes room. ttl_s: pages that were not used for this long are gone, counted as evicted.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        max_record_bytes: int,
+        order: type[Order] = LruOrder,
+        ttl_s: float | None = None,
+    ) -> None:
         self.max_record_bytes = max_record_bytes
         self._slots = ExtentAllocator(regions)
         self._rows = Rows()
+        self._order = order(self._rows, self._slots.space_bytes)
+        self._age = None if ttl_s is None else Age(ttl_s)
         self._live: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
         self._origins: dict[int, bytes] = {}
         self._specs: list[bytes] = []
         self._spec_ids: dict[bytes, int] = {}
         self._removed: list[Removed] = []
-        self._victims: list[tuple[int, int]] = []  # (row, stamp), the next to go last
-        self._clock = 0
         self._changes = 0  # moves whenever a slot may have become evictable or free
         self._full_since: dict[int, int] = {}  # slot size -> _changes when no room could be made
         self._counts = dict.fromkeys(Removal, 0)
+        self._probes = 0
         self.used_bytes = 0
+        self.kept_bytes = 0
+        """Bytes of the slots whose pages may not make room, pins left out."""
         self.recovered_pages = 0
         self.stored_pages = 0
 
@@ -74,6 +90,7 @@ class SlotTable:
             raise SpecError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
         if nbytes < 0:
             raise SpecError(f"a record cannot have {nbytes} bytes")
+        self._expire()
         if key in self._live or key in self._filling:
             return PutStatus.EXISTS
         if nbytes > self.max_record_bytes:
@@ -109,16 +126,21 @@ class SlotTable:
             self._origins[row] = meta.origin
         rows.state[row] = STAGED
 
-    def publish(self, row: int) -> None:
-        """Make a staged page visible and the most recently used. It stays pinned once, by its writer."""
+    def publish(self, row: int, priority: int = 0, keep: int = 0) -> None:
+        """Make a staged page visible and the most recently used. It stays pinned once, by its writer, and cannot be
+        evicted while a bit of `keep` is set."""
         self._expect(row, STAGED)
         key = self._rows.key(row)
         del self._filling[key]
         self._live[key] = row
         self._rows.state[row] = LIVE
-        self._clock += 1
-        self._rows.stamp[row] = self._clock
-        self.stored_pages += 1
+        self._order.insert(row, key, priority)
+        if keep:
+            self._keep(row, keep)
+        if key.startswith(PROBE_PREFIX):
+            self._probes += 1
+        else:
+            self.stored_pages += 1
 
     def abort(self, row: int) -> bytes:
         """Give a reserved or staged row back; returns its key."""
@@ -138,19 +160,33 @@ class SlotTable:
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Record lengths in bytes, -1 where absent."""
+        self._expire()
         get, nbytes = self._live.get, self._rows.nbytes
         return [-1 if (row := get(key, -1)) < 0 else nbytes[row] for key in keys]
 
-    def pin(self, keys: Sequence[bytes]) -> list[int]:
-        """Pin published pages and make them the most recently used, in the order of `keys`. Their rows, -1 where
-        absent."""
+    def pin(self, keys: Sequence[bytes], *, use: bool = True) -> list[int]:
+        """Pin published pages and, with `use`, make them the most recently used, in the order of `keys`. Their rows, -1
+        where absent."""
+        self._expire()
         found = self.find(keys)
         present = np.array([row for row in found if row >= 0] if -1 in found else found, np.int64)
         if len(present):
             np.add.at(self._rows.pins, present, 1)
-            self._rows.stamps[present] = np.arange(self._clock + 1, self._clock + 1 + len(present))
-            self._clock += len(present)
+            if use:
+                self._order.use(present)
         return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Pages were used, in the order of `keys`, without being read here."""
+        present = np.array([row for row in self.find(keys) if row >= 0], np.int64)
+        if len(present):
+            self._order.use(present)
+
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Let pages be the next to go, until they are used again."""
+        for row in self.find(keys):
+            if row >= 0:
+                self._order.demote(row)
 
     def pages(self, found: Sequence[int]) -> list[tuple[Slot, PageMeta] | None]:
         """What lies in pinned rows; None for -1."""
@@ -185,7 +221,7 @@ class SlotTable:
         """Published pages, and with `staged` the staged ones too, the least recently used first. A snapshot."""
         states = self._rows.states[: self._rows.count]
         rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
-        rows = rows[np.argsort(self._rows.stamps[rows], kind="stable")]
+        rows = rows[np.argsort(self._order.ranks(rows), kind="stable")]
         pages, fixed = np.empty(len(rows), PAGE), self._rows.fixed[rows]
         for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
             pages[name] = fixed[name]
@@ -201,6 +237,53 @@ class SlotTable:
         """As `columns`, page by page."""
         return self.columns(staged=staged).entries()
 
+    # ---- keeping
+
+    def keep(self, keys: Sequence[bytes], bits: int) -> int:
+        """Set `bits` of the published pages under `keys`: they cannot be evicted while one is set. How many those
+        are."""
+        rows = [row for row in self.find(keys) if row >= 0]
+        for row in rows:
+            self._keep(row, bits)
+        return len(rows)
+
+    def let_go(self, rows: Sequence[int], bits: int) -> None:
+        """Clear `bits` of rows."""
+        keep = self._rows.keep
+        for row in rows:
+            if keep[row] & bits:
+                keep[row] &= ~bits & 0xFF
+                if not keep[row]:
+                    self.kept_bytes -= slot_bytes_of(self._rows.nbytes[row])
+        self._changes += 1
+
+    def kept(self, bits: int, limit: int, *, last_first: bool = False) -> list[bytes]:
+        """Keys of up to `limit` published pages with one of `bits` set, in the order in which they would make room, or
+        in the opposite one."""
+        count = self._rows.count
+        rows = np.flatnonzero((self._rows.keeps[:count] & bits != 0) & (self._rows.states[:count] == LIVE))
+        ranks = self._order.ranks(rows)
+        if last_first:
+            ranks = -ranks
+        if limit < len(rows):
+            first = np.argpartition(ranks, limit)[:limit]
+            rows, ranks = rows[first], ranks[first]
+        return [self._rows.key(row) for row in rows[np.argsort(ranks, kind="stable")].tolist()]
+
+    def protect(self, keys: Sequence[bytes], protected: bool) -> int:
+        """Keep pages from being evicted, or end that; how many of them are here."""
+        if protected:
+            return self.keep(keys, _PROTECTED)
+        rows = [row for row in self.find(keys) if row >= 0]
+        self.let_go(rows, _PROTECTED)
+        return len(rows)
+
+    def _keep(self, row: int, bits: int) -> None:
+        keep = self._rows.keep
+        if not keep[row]:
+            self.kept_bytes += slot_bytes_of(self._rows.nbytes[row])
+        keep[row] |= bits
+
     # ---- removing
 
     def remove(self, key: bytes, why: Removal) -> bool:
@@ -208,7 +291,13 @@ class SlotTable:
         row = self._live.pop(key, -1)
         if row < 0:
             return False
-        self._counts[why] += 1
+        self._order.remove(row, key, evicted=why is Removal.EVICTED)
+        if self._rows.keep[row]:
+            self.let_go((row,), 0xFF)
+        if key.startswith(PROBE_PREFIX):
+            self._probes -= 1
+        else:
+            self._counts[why] += 1
         self._removed.append(Removed(key, why))
         if self._rows.pin[row]:
             self._rows.state[row] = DOOMED
@@ -230,8 +319,7 @@ class SlotTable:
         rows = self._rows
         first = rows.fill(pages, [ids[spec] for spec in specs])
         last = first + len(pages)
-        rows.stamps[first:last] = np.arange(self._clock + 1, self._clock + 1 + len(pages))
-        self._clock += len(pages)
+        self._order.recover(first, last)
         rows.states[first:last] = LIVE
         self._live = dict(zip(pages.keys(), range(first, last), strict=True))
         self._origins = {first + i: origin for i, origin in pages.origins.items()}
@@ -255,7 +343,7 @@ class SlotTable:
         return TierUsage(
             capacity_bytes=capacity_bytes,
             used_bytes=self.used_bytes,
-            resident_pages=len(self._live),
+            resident_pages=len(self._live) - self._probes,
             recovered_pages=self.recovered_pages,
             stored_pages=self.stored_pages,
             evicted_pages=self._counts[Removal.EVICTED],
@@ -272,10 +360,14 @@ class SlotTable:
         wanted = np.asarray(rows, np.int64)
         # Straight from tuples: named construction would take most of the time.
         specs, origin, new = self._specs, self._origins.get, tuple.__new__
+        priorities = self._order.priorities(wanted)
         return [
-            (new(Slot, (row, at, nbytes)), new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""))))
-            for row, (at, nbytes, valid, form, spec, check) in zip(
-                wanted.tolist(), self._rows.fixed[wanted].tolist(), strict=True
+            (
+                new(Slot, (row, at, nbytes)),
+                new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""), priority)),
+            )
+            for row, priority, (at, nbytes, valid, form, spec, check) in zip(
+                wanted.tolist(), priorities, self._rows.fixed[wanted].tolist(), strict=True
             )
         ]
 
@@ -303,7 +395,7 @@ class SlotTable:
         if self._full_since.get(slot_bytes) == self._changes:
             return False
         blocked: set[int] = set()
-        for row in self._least_recent():
+        for row in self._order.victims():
             extent = self._slots.extent_at(self._rows.extent[row])
             if extent.slot_bytes == slot_bytes:
                 self.remove(self._rows.key(row), Removal.EVICTED)
@@ -321,38 +413,23 @@ class SlotTable:
         return False
 
     def _newest_use(self, extent: Extent) -> int | None:
-        """When the most recently used page of an extent was used; None where one of its pages may not go."""
-        pin, state, stamp = self._rows.pin, self._rows.state, self._rows.stamp
-        newest = 0
+        """The rank of the page of an extent that would go last; None where one of its pages may not go."""
+        pin, state, keep, rank = self._rows.pin, self._rows.state, self._rows.keep, self._order.rank
+        newest: int | None = None
         for row in extent.members():
-            if pin[row] or state[row] != LIVE:
+            if pin[row] or keep[row] or state[row] != LIVE:
                 return None
-            newest = max(newest, stamp[row])
+            newest = rank(row) if newest is None else max(newest, rank(row))
         return newest
 
-    def _least_recent(self) -> Iterator[int]:
-        """Evictable rows, the least recently used first. A row passed over comes again with the next gathering."""
-        for gathered in (False, True):
-            if gathered:
-                self._gather_victims()
-            while self._victims:
-                row, stamp = self._victims.pop()
-                rows = self._rows
-                if rows.stamp[row] == stamp and rows.state[row] == LIVE and not rows.pin[row]:
-                    yield row
-
-    def _gather_victims(self) -> None:
-        """The least recently used share of all rows. Whatever is used later gets a newer stamp than any of these,
-        so taking them in order, but for those used meanwhile, is exact."""
-        count = self._rows.count
-        rows = np.flatnonzero((self._rows.states[:count] == LIVE) & (self._rows.pins[:count] == 0))
-        take = min(len(rows), max(_VICTIMS_MIN, min(_VICTIMS_MAX, len(rows) // _VICTIMS_SHARE)))
-        stamps = self._rows.stamps[rows]
-        if take < len(rows):
-            oldest = np.argpartition(stamps, take)[:take]
-            rows, stamps = rows[oldest], stamps[oldest]
-        order = np.argsort(-stamps, kind="stable")
-        self._victims = list(zip(rows[order].tolist(), stamps[order].tolist(), strict=True))
+    def _expire(self) -> None:
+        """Let go of pages that are older than their time."""
+        if self._age is None or (horizon := self._age.horizon(self._order.clock)) < 0:
+            return
+        rows, count = self._rows, self._rows.count
+        old = (rows.states[:count] == LIVE) & (rows.pins[:count] == 0) & (rows.keeps[:count] == 0)
+        for row in np.flatnonzero(old & (self._order.last_use() <= horizon)).tolist():
+            self.remove(rows.key(row), Removal.EVICTED)
 
     def _runs(
         self, offsets: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
@@ -382,5 +459,7 @@ def check_meta(meta: PageMeta) -> None:
         )
     if len(meta.origin) > _ORIGIN_MAX_BYTES:
         raise SpecError(f"origin has {len(meta.origin)} bytes, at most {_ORIGIN_MAX_BYTES} can be kept")
+    if not PRIORITY_MIN <= meta.priority <= PRIORITY_MAX:
+        raise SpecError(f"priority = {meta.priority}: must be from {PRIORITY_MIN} to {PRIORITY_MAX}")
     if not (meta.nbytes >= 0 and 0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 31):
         raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
