@@ -1,4 +1,5 @@
-"""Writes codec_pages.json anew: `python tests/golden/codec_regenerate.py`. Never run by a test.
+"""Writes the files in pages/ anew, one per form and version: `python tests/golden/codec_regenerate.py`. Never run by a
+test.
 
 The bytes are part of the format: they may change only together with its version. The pages are made by the numpy
 reference, from integers that need no random generator.
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.abc.codec import FINER, Codec
+from kvtier.codecs.checkpoint_scales import CheckpointScales
 from kvtier.codecs.registry import codec
 from kvtier.kernels.nvfp4 import page_reference, reference
-from kvtier.spec import DType, PageSpec, Role
+from kvtier.spec import ColdLayout, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
 
-PATH = Path(__file__).with_name("codec_pages.json")
+FOLDER = Path(__file__).with_name("pages")
 CASES: list[dict[str, Any]] = [
     {
         "heads": heads,
@@ -48,6 +51,8 @@ _FORMS: list[tuple[str, dict[str, Any]]] = [
     ("nvfp4", {"rope": "fp8"}),
     ("nvfp4", {"rope": "keep"}),
     ("nvfp4", {"rope": "keep", "global_scale": "identity"}),
+    ("nvfp4", {"rope": "2fp4", "global_scale": "identity"}),
+    ("nvfp4", {"rope": "fp8", "global_scale": "identity"}),
     ("nvfp4_offset", {}),
     ("nvfp4_token", {}),
     ("k8v4", {}),
@@ -91,6 +96,71 @@ CASES += [
     for dtype in ("bf16", "fp8_e4m3")
     for options in ({"global_scale": "identity"}, {"rope": "2fp4"}, {"rope": "fp8"}, {"rope": "keep"})
 ]
+
+
+# Scales of a checkpoint, and pages with buffers stored finer than the form says.
+CASES += [
+    {
+        "heads": 2,
+        "tokens": 16,
+        "dim": 32,
+        "layers": 1,
+        "dtype": dtype,
+        "codec": "nvfp4",
+        "options": {"global_scale": "checkpoint", **rope},
+        "scales": {"k": [0.0123], "v": [0.0007]},
+        "valid_tokens": 13,
+        "rotary_dim": 16,
+    }
+    for dtype in ("bf16", "fp16", "fp32", "fp8_e4m3")
+    for rope in ({}, {"rope": "2fp4"}, {"rope": "fp8"}, {"rope": "keep"})
+]
+CASES += [
+    {
+        "heads": 1,
+        "tokens": 16,
+        "dim": 32,
+        "layers": 2,
+        "dtype": dtype,
+        "codec": name,
+        "options": options,
+        "valid_tokens": 11,
+        "levels": [0, 1, 2, 0],
+    }
+    for dtype in ("bf16", "fp8_e4m3")
+    for name, options in (
+        ("nvfp4", {"global_scale": "page"}),
+        ("nvfp4", {"global_scale": "identity"}),
+        ("nvfp4_offset", {}),
+        ("nvfp4_token", {}),
+        ("k8v4", {}),
+        ("2fp4", {}),
+    )
+]
+
+
+def codec_of(case: dict[str, Any]) -> Codec:
+    scales = case.get("scales")
+    if scales is None:
+        return codec(case["codec"], **case["options"])
+    # As they come from a checkpoint: the global scale is the inverse, in float32.
+    by_role = [{n: float(np.float32(1) / np.float32(s)) for n, s in enumerate(scales[role])} for role in ("k", "v")]
+    return codec(case["codec"], **case["options"], scales=CheckpointScales(*by_role))
+
+
+def layout_of(case: dict[str, Any]) -> ColdLayout:
+    return codec_of(case).finer_layout(spec_of(case), tuple(case.get("levels", ())))
+
+
+def form_of(case: dict[str, Any]) -> int:
+    """As it is in the page's record."""
+    return codec_of(case).form | (FINER if "levels" in case else 0)
+
+
+def file_of(case: dict[str, Any]) -> Path:
+    which = codec_of(case)
+    finer = "-finer" if "levels" in case else ""
+    return FOLDER / f"{which.form.name.lower()}{finer}-v{which.version}.json"
 
 
 def spec_of(case: dict[str, Any]) -> PageSpec:
@@ -137,13 +207,15 @@ def values_of(case: dict[str, Any]) -> list[npt.NDArray[Any]]:
 
 
 def cold_page(case: dict[str, Any]) -> npt.NDArray[np.uint8]:
-    layout = codec(case["codec"], **case["options"]).layout(spec_of(case))
+    layout = layout_of(case)
     parts = reference_parts(layout, values_of(case))
     cold, refused = page_reference.encode_page(
         parts, case["valid_tokens"], case["tokens"], layout.cold_page_bytes, layout.scale_table_offset
     )
     if refused:
         raise ValueError(f"{case}: a golden page must not be refused")
+    if layout.levels:
+        cold[layout.levels_offset : layout.levels_offset + len(layout.levels)] = layout.levels
     return cold
 
 
@@ -151,8 +223,12 @@ def golden(case: dict[str, Any]) -> dict[str, Any]:
     """The page in hex if it is small, its SHA-256 in any case."""
     cold = cold_page(case).tobytes()
     whole = {"hex": cold.hex()} if len(cold) <= 256 else {}
-    return {**case, "cold_bytes": len(cold), "sha256": hashlib.sha256(cold).hexdigest(), **whole}
+    known = {"form": form_of(case), "cold_bytes": len(cold), "sha256": hashlib.sha256(cold).hexdigest()}
+    return {**case, **known, **whole}
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps([golden(case) for case in CASES], indent=1) + "\n")
+    FOLDER.mkdir(exist_ok=True)
+    for path in sorted({file_of(case) for case in CASES}):
+        mine = [golden(case) for case in CASES if file_of(case) == path]
+        path.write_text(json.dumps(mine, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Writes codec_lossless.json anew: `python tests/golden/lossless_regenerate.py`. Never run by a test.
+"""Writes codec_lossless-v1.json anew: `python tests/golden/lossless_regenerate.py`. Never run by a test.
 
 What it holds must decode for ever; that an encoder makes other bytes of the same page is no fault.
 """
@@ -16,7 +16,7 @@ from kvtier.codecs.registry import codec
 from kvtier.hot import HotLayout, HotPool
 from kvtier.spec import BufferSpec, DType, PageSpec, Role
 
-PATH = Path(__file__).with_name("codec_lossless.json")
+PATH = Path(__file__).with_name("codec_lossless-v1.json")
 SPEC = PageSpec.mha(layers=1, kv_heads=2, head_dim=24, page_tokens=4, dtype=DType.BF16).with_buffers(
     [BufferSpec(Role.STATE, 0, 1, 1, 99, DType.UINT8), BufferSpec(Role.V, 0, 1, 4, 8, DType.FP32)]
 )

@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.build import open_codec, open_store
+from kvtier.build import _tell_plain, open_codec, open_store
 from kvtier.codecs.registry import codec
-from kvtier.config import parse_config
-from kvtier.errors import SpecError
+from kvtier.config import Config, parse_config
+from kvtier.errors import ConfigError, SpecError
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
 from kvtier.mover import PageMover, policy_of
-from kvtier.spec import DType, PageSpec
+from kvtier.spec import BufferSpec, DType, PageSpec, Role
 
 LAYERS, HEADS, DIM, TOKENS, PAGES = 2, 2, 64, 16, 8
 SPEC = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=TOKENS, dtype=DType.BF16, rotary_dim=16)
@@ -167,3 +167,129 @@ def test_the_quality_sample_shows_k_and_v_of_each_layer(tmp_path: Path) -> None:
         offload(mover, values())
         name = "kvtier_relative_error_count"
         assert mover.store.ledger.registry.get_sample_value(name, {"layer": "0", "role": "k"}) is None
+
+
+@pytest.fixture
+def fresh_warnings() -> Iterator[None]:
+    """Warnings are told once per process: as if none had been."""
+    _tell_plain.cache_clear()
+    yield
+    _tell_plain.cache_clear()
+
+
+def page_of(tokens: int, role: Role = Role.K) -> PageSpec:
+    return PageSpec(tokens, (BufferSpec(role, 0, 1, tokens, 32, DType.BF16),))
+
+
+def cold_page(**options: Any) -> Config:
+    methods = [{"algorithm": "quantization_for_cold_page", **options}]
+    return parse_config({"kv_cache_compression_config": methods, "tiers": [{"type": "host", "capacity": "1MiB"}]})
+
+
+@pytest.mark.parametrize("tokens", [16, 48, 64])
+def test_the_default_is_the_cheapest_form_that_passes_the_gates(
+    fresh_warnings: None, caplog: pytest.LogCaptureFixture, tokens: int
+) -> None:
+    assert open_codec(cold_page(), page_of(tokens)).id == "nvfp4_token"
+    assert open_codec(parse_config({"tiers": [{"type": "host", "capacity": "1MiB"}]}), page_of(tokens)).id == (
+        "nvfp4_token"
+    )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 24])
+def test_pages_too_short_for_the_default_are_plain_nvfp4_with_one_warning(
+    fresh_warnings: None, caplog: pytest.LogCaptureFixture, tokens: int
+) -> None:
+    for _ in range(3):
+        which = open_codec(cold_page(max_relative_error=0.5), page_of(tokens))
+        assert (which.id, which.config) == ("nvfp4", {"global_scale": "page"})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"pages of {tokens} tokens are stored as plain nvfp4" in record.getMessage()
+    with pytest.raises(SpecError, match=f"quant = nvfp4_token needs pages of a multiple of 16 tokens, not {tokens}"):
+        open_codec(cold_page(quant="nvfp4_token"), page_of(tokens)).layout(page_of(tokens))
+
+
+def test_the_default_is_plain_where_no_key_gains_and_where_its_options_are_set(
+    fresh_warnings: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Latents are nvfp4 in every form; keys whose width cannot be compressed are kept."""
+    assert open_codec(cold_page(), page_of(8, Role.LATENT)).id == "nvfp4"
+    assert open_codec(cold_page(), PageSpec(8, (BufferSpec(Role.K, 0, 1, 8, 40, DType.BF16),))).id == "nvfp4"
+    for options in ({"skip_rope_quantization": True}, {"rope_quant": "fp8"}, {"global_scale": "identity"}):
+        assert open_codec(cold_page(**options), page_of(16)).id == "nvfp4"
+    assert not any("plain nvfp4" in r.getMessage() for r in caplog.records)
+
+
+def switches(mover: PageMover) -> dict[str, float | None]:
+    registry = mover.store.ledger.registry
+    return {
+        role: registry.get_sample_value("kvtier_precision_switches_total", {"role": role})
+        for role in ("k", "v", "latent")
+    }
+
+
+def errors_of(got: list[Bits], exact: list[Bits], pages: slice) -> list[float]:
+    rows = slice(pages.start * TOKENS, pages.stop * TOKENS)
+    pairs = [(floats(a[rows]), floats(b[rows])) for a, b in zip(got, exact, strict=True)]
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("quant", ["auto", "nvfp4", "nvfp4_offset", "k8v4", "2fp4"])
+def test_a_layer_that_stays_over_its_budget_goes_to_the_next_precision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quant: str
+) -> None:
+    """V of layer 1 is made of values that NVFP4 rounds badly; the budget lies between its error and all others."""
+    data = values()
+    # Beside a 6, every 5 becomes a 4.
+    data[3][:], data[3][:, :, ::16] = 0x40A0, 0x40C0
+    options = {"quant": quant, "quality_sample": 1.0, "quality_budget": 0.12}
+    pool = HotPool.of(SPEC, data, HotLayout.NHD)
+    first, rest = slice(0, PAGES // 2), slice(PAGES // 2, PAGES)
+    with open_mover(tmp_path, **options) as mover:
+        assert switches(mover) == {"k": 0, "v": 0, "latent": 0}
+        before = mover.offload(pool, HASHES[first], range(PAGES)[first]).result(20.0)
+        assert before.outcomes == {OffloadOutcome.STORED: PAGES // 2}
+        assert switches(mover)["v"] == 0, "half a window of samples must not switch"
+        # Other pages fill the window, so that the rest is stored finer.
+        other = mover.offload(pool, [b"other-%04d" % i for i in range(PAGES)], range(PAGES)).result(20.0)
+        after = mover.offload(pool, HASHES[rest], range(PAGES)[rest]).result(20.0)
+        assert other.ok and after.ok
+        assert switches(mover) == {"k": 0, "v": 1, "latent": 0}
+        plain, finer = (mover.layout(mover._codec, levels).cold_page_bytes for levels in ((), (0, 0, 0, 1)))
+        snapshot = mover.store.ledger.snapshot()
+        assert snapshot.cold_bytes["offload"] == (PAGES // 2 + PAGES) * plain + (PAGES // 2) * finer
+        out = restore(mover)
+        assert mover.store.flush(10.0)
+    said = [r.getMessage() for r in caplog.records if "quality_budget" in r.getMessage()]
+    assert len(said) == 1 and "layer 1, v" in said[0] and "two NVFP4 components" in said[0]
+    assert errors_of(out, data, first)[3] > 0.12 > 0.02 > errors_of(out, data, rest)[3]
+
+    with open_mover(tmp_path, **options) as mover:  # from disk, by a process that has not switched
+        again = restore(mover)
+        assert switches(mover)["v"] == 0
+    for got, same in zip(again, out, strict=True):
+        np.testing.assert_array_equal(got, same)
+    # Without the guard it is the same policy: pages are found and read.
+    with open_mover(tmp_path, quant=quant) as mover:
+        for got, same in zip(restore(mover), out, strict=True):
+            np.testing.assert_array_equal(got, same)
+
+
+def test_the_precision_after_the_next_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = values()
+    pool = HotPool.of(SPEC, data, HotLayout.NHD)
+    with open_mover(tmp_path, quant="k8v4", quality_sample=1.0, quality_budget=0.001) as mover:
+        for n in range(3):
+            mover.offload(pool, [b"%d-%04d" % (n, i) for i in range(PAGES)], range(PAGES)).result(20.0)
+        assert switches(mover) == {"k": 4, "v": 4, "latent": 0}, "two steps in each of two layers"
+        assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
+        for got, exact in zip(restore(mover), data, strict=True):
+            np.testing.assert_array_equal(got, exact)
+    assert sum("quality_budget" in r.getMessage() for r in caplog.records) == 8
+
+
+def test_a_budget_without_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quality_budget = 0.1 needs quality_sample, such as 0.001"):
+        cold_page(quality_budget=0.1)

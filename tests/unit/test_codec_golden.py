@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.codecs.registry import codec, codec_for_form
+from kvtier.abc.codec import FINER, Form
+from kvtier.codecs.registry import codec_for_form
 from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels.nvfp4 import page_reference
 from kvtier.spec import BufferSpec
 from kvtier.testing.codecs import reference_parts
 
 FOLDER = Path(__file__).parents[1] / "golden"
-# Read while collecting: a missing file stops the run.
-GOLDEN: list[dict[str, Any]] = json.loads((FOLDER / "codec_pages.json").read_text())
 
 
 def load_inputs() -> ModuleType:
@@ -33,11 +32,15 @@ def load_inputs() -> ModuleType:
 
 
 INPUTS = load_inputs()
+PATHS: list[Path] = sorted({INPUTS.file_of(case) for case in INPUTS.CASES})
+# Read while collecting: a missing file stops the run.
+GOLDEN: list[dict[str, Any]] = [case for path in PATHS for case in json.loads(path.read_text())]
 
 
 def name_of(case: dict[str, Any]) -> str:
     shape = "x".join(str(case[n]) for n in ("layers", "heads", "tokens", "dim"))
     options = "".join(str(case["options"].get(n, "")) for n in ("global_scale", "rope"))
+    options += "finer" if "levels" in case else ""
     return f"{case['codec']}{options}-{case['dtype']}-{case.get('kind', '')}{shape}-{case['valid_tokens']}"
 
 
@@ -49,8 +52,21 @@ def assert_golden(cold: bytes, case: dict[str, Any]) -> None:
 
 
 def test_every_case_is_committed() -> None:
-    assert [name_of(c) for c in GOLDEN] == [name_of(c) for c in INPUTS.CASES]
+    assert sorted(name_of(c) for c in GOLDEN) == sorted(name_of(c) for c in INPUTS.CASES)
     assert sum("hex" in c for c in GOLDEN) >= 12
+    assert sorted(INPUTS.FOLDER.iterdir()) == PATHS, "a file that no case belongs to"
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_every_form_has_golden_pages_of_its_version(form: Form) -> None:
+    """Fails for a form, or a version of it, that was added without its bytes."""
+    if form is Form.LOSSLESS:
+        assert (FOLDER / f"codec_lossless-v{codec_for_form(form).version}.json").is_file()
+        return
+    name = f"{form.name.lower()}-v{codec_for_form(form).version}.json"
+    path = INPUTS.FOLDER / name
+    assert path.is_file(), f"{path} is missing: add cases to tests/golden/codec_regenerate.py and run it"
+    assert {case["form"] for case in json.loads(path.read_text())} == {form}
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=name_of)
@@ -66,8 +82,7 @@ def hot_of(values: npt.NDArray[Any], buffer: BufferSpec) -> npt.NDArray[Any]:
 @pytest.mark.parametrize("case", GOLDEN, ids=name_of)
 def test_codec_bytes_and_back(case: dict[str, Any]) -> None:
     spec, values = INPUTS.spec_of(case), INPUTS.values_of(case)
-    writer = codec(case["codec"], **case["options"])
-    layout = writer.layout(spec)
+    writer, layout = INPUTS.codec_of(case), INPUTS.layout_of(case)
     pool = HotPool.of(spec, [hot_of(v, b) for v, b in zip(values, spec.buffers, strict=True)], HotLayout.HND)
     arena = np.full(layout.cold_page_bytes, 0xAA, np.uint8)
     zero, valid = np.zeros(1, np.int64), np.array([case["valid_tokens"]], np.int32)
@@ -76,8 +91,11 @@ def test_codec_bytes_and_back(case: dict[str, Any]) -> None:
     assert_golden(arena.tobytes(), case)
 
     out = [np.full_like(hot_of(v, b), 1) for v, b in zip(values, spec.buffers, strict=True)]
-    reader = codec_for_form(writer.form)
-    reader.decode(layout, HotPool.of(spec, out, HotLayout.HND), zero, valid, arena, zero)
+    # What a reader knows: the form of the record, and the levels at the page's end.
+    assert case["form"] == writer.form | (FINER if layout.levels else 0)
+    reader = codec_for_form(case["form"])
+    read_layout = reader.finer_layout(spec, layout.levels)
+    reader.decode(read_layout, HotPool.of(spec, out, HotLayout.HND), zero, valid, arena, zero)
     expected = page_reference.decode_page(
         arena, reference_parts(layout, values), case["valid_tokens"], case["tokens"], layout.scale_table_offset
     )

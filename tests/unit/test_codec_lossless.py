@@ -18,7 +18,7 @@ from kvtier.hot import HotLayout, HotPool
 pytest.importorskip("zstandard")
 
 FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = bytes.fromhex(json.loads((FOLDER / "codec_lossless.json").read_text())["hex"])
+GOLDEN = bytes.fromhex(json.loads((FOLDER / "codec_lossless-v1.json").read_text())["hex"])
 
 
 def load_inputs() -> ModuleType:
