@@ -123,8 +123,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
 
 def install(hooks: Sequence[Hook]) -> None:
     """Register `hooks` with SGLang, all of them or none. EngineError names the first that does not fit."""
-    for hook in hooks:
-        _check(hook)
+    check_hooks(hooks)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -133,19 +132,34 @@ def install(hooks: Sequence[Hook]) -> None:
 
 def check_engine() -> None:
     """EngineError unless the installed SGLang is one that this connector knows. Imports the scheduler."""
-    version = installed_version()
-    if version not in SUPPORTED:
-        raise _refusal(f"SGLang {version} is installed")
-    for expected in USED:
-        owner = _resolve(expected.target)
-        missing = [name for name in expected.attributes if not hasattr(owner, name)]
-        if missing:
-            raise _refusal(f"{expected.target} has no {', '.join(missing)}")
+    check_version()
+    check_used(USED)
     linker = _resolve("sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker")
     if linker.__abstractmethods__ != LINKER_METHODS:
         changed = sorted(linker.__abstractmethods__ ^ LINKER_METHODS)
         raise _refusal(f"UnifiedCacheLinker differs in {', '.join(changed)}")
-    for hook in (*argument_hooks(), *scheduler_hooks()):
+    check_hooks((*argument_hooks(), *scheduler_hooks()))
+
+
+def check_version() -> None:
+    """EngineError for a release that the tests did not run against."""
+    version = installed_version()
+    if version not in SUPPORTED:
+        raise _refusal(f"SGLang {version} is installed")
+
+
+def check_used(used: Sequence[Expected]) -> None:
+    """EngineError for the first attribute that is not there."""
+    for expected in used:
+        owner = _resolve(expected.target)
+        missing = [name for name in expected.attributes if not hasattr(owner, name)]
+        if missing:
+            raise _refusal(f"{expected.target} has no {', '.join(missing)}")
+
+
+def check_hooks(hooks: Sequence[Hook]) -> None:
+    """EngineError for the first function that does not have the parameters that its hook expects."""
+    for hook in hooks:
         _check(hook)
 
 
@@ -197,6 +211,6 @@ def _resolve(target: str) -> Any:
 
 def _refusal(what: str) -> EngineError:
     return EngineError(
-        f"--kv-connector kvtier: {what}. This version of kvtier works with SGLang {', '.join(SUPPORTED)}: install one "
-        "of them, or start without --kv-connector"
+        f"kvtier: {what}. This version of kvtier works with SGLang {', '.join(SUPPORTED)}: install one of them, or "
+        "start without --kv-connector and --kv-cache-compression-config"
     )

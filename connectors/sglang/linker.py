@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from kvtier.build import open_codec, open_store
 from kvtier.config import Config
-from kvtier.connectors.sglang import hooks, identity, options
+from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
 from kvtier.connectors.sglang.loads import BatchLoad
 from kvtier.connectors.sglang.pools import DevicePool, page_hashes
 from kvtier.errors import EngineError
@@ -119,6 +119,8 @@ class KVTierLinker(UnifiedCacheLinker):
         model_config = model_config_of(server_args)
         config = options.resolve_config(extra_config)
         options.check_waiting(config)
+        if config.compression.live:
+            compression_hooks.verify_installed()
         _refuse_unsupported(args, model_config, components)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self._pool = DevicePool.of(pool, params.page_size)
@@ -191,6 +193,11 @@ class KVTierLinker(UnifiedCacheLinker):
             workers=self._config.workers,
             offload_wait_s=self._config.offload_wait,
         )
+
+    @property
+    def exports_metrics(self) -> bool:
+        """Whether the ledger's registry is served over HTTP."""
+        return self._http is not None
 
     # -- what the radix cache calls --------------------------------------------------------------------------------
 

@@ -107,14 +107,15 @@ def linker_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def refuse_excluded(options: Mapping[str, Any], table: Sequence[Excluded]) -> None:
-    """ConfigError for the first option of `table` that the connector cannot be combined with."""
+def refuse_excluded(
+    options: Mapping[str, Any], table: Sequence[Excluded], *, asked: str = f"--kv-connector {NAME}"
+) -> None:
+    """ConfigError for the first option of `table` that `asked` cannot be combined with."""
     for excluded in table:
         value = options.get(excluded.option)
         if not any(value is a or (value == a and type(value) is type(a)) for a in excluded.allowed):
             raise ConfigError(
-                f"{excluded.flag} = {value!r} cannot be combined with --kv-connector {NAME}: {excluded.why}. "
-                f"Remove one of the two"
+                f"{excluded.flag} = {value!r} cannot be combined with {asked}: {excluded.why}. Remove one of the two"
             )
 
 

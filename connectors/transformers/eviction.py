@@ -102,9 +102,9 @@ class BatchCache(LiveCache):
     def layers(self) -> list[RowLayer]:
         return list(self.dynamic.layers)
 
-    def keys(self, request: LiveRequest, layer: int) -> torch.Tensor:
+    def keys(self, request: LiveRequest, layer: int, first_row: int = 0) -> torch.Tensor:
         keys: torch.Tensor = self.layers[layer].keys
-        return keys[self._row_of[request.request_id], :, : request.length]
+        return keys[self._row_of[request.request_id], :, first_row : request.length]
 
     def compact(self, requests: Sequence[LiveRequest], keep: Sequence[KeepSet]) -> None:
         """Raises SpecError where not every sequence of the batch is packed to the same length: they share one

@@ -124,10 +124,10 @@ class LiveCache(ABC):
     """An adapter's view of its cache, for the requests it passes to a hook. Called on the thread of the hook."""
 
     @abstractmethod
-    def keys(self, request: LiveRequest, layer: int) -> Any:
-        """``[kv_heads, length, head_dim]``, the request's physical rows as stored (rotated), draft rows left out. May
-        be a view: valid until the hook returns or `compact` is called. Device work that writes them has been ordered
-        before."""
+    def keys(self, request: LiveRequest, layer: int, first_row: int = 0) -> Any:
+        """``[kv_heads, length - first_row, head_dim]``, the request's physical rows from `first_row` on as stored
+        (rotated), draft rows left out. May be a view: valid until the hook returns or `compact` is called. Device work
+        that writes them has been ordered before."""
 
     @abstractmethod
     def compact(self, requests: Sequence[LiveRequest], keep: Sequence[KeepSet]) -> None:

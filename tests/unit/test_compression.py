@@ -312,8 +312,8 @@ class FakeCache(LiveCache):
         self.layers = torch.randn(2, 2, rows, 8, generator=generator)[:, heads.start : heads.stop]
         self.kept: list[KeepSet] = []
 
-    def keys(self, request: LiveRequest, layer: int) -> torch.Tensor:
-        return self.layers[layer][:, : request.length]
+    def keys(self, request: LiveRequest, layer: int, first_row: int = 0) -> torch.Tensor:
+        return self.layers[layer][:, first_row : request.length]
 
     def compact(self, requests: Sequence[LiveRequest], keep: Sequence[KeepSet]) -> None:
         self.kept += keep

@@ -159,7 +159,7 @@ class TriAttention(CompressionManager):
         for layer in range(geometry.layers):
             if geometry.window(layer) is not None:
                 continue
-            keys = cache.keys(request, layer)[:, first : request.length]
+            keys = cache.keys(request, layer, first)
             table = self._table(layer, keys.device)
             scores = fast.score(keys, table, fast.mean_phase(table.omega, request.logical_tokens))
             rows = self._sampled_rows(layer, scores)

@@ -22,9 +22,17 @@ START_S = 240.0  # 30 s on two idle cores
 
 class EngineProcess:
     """An engine with the connector, serving `model` on the CPU. `block`: kvtier's configuration; an http port is added.
-    Without a block the engine runs without the connector."""
+    Without a block the engine runs without the connector. `methods`: for its live cache, in a file of their own."""
 
-    def __init__(self, model: Path, block: dict[str, Any] | None, folder: Path, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        block: dict[str, Any] | None,
+        folder: Path,
+        *,
+        methods: list[dict[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port = _free_port()
         self.fail_next_load = folder / "fail-next-load"
@@ -45,6 +53,10 @@ class EngineProcess:
             path = folder / "kvtier.json"
             path.write_text(json.dumps({**block, "http": {"port": self.port}}))
             options |= {"kv_connector": "kvtier", "kv_connector_config": str(path)}
+        if methods is not None:
+            path = folder / "methods.json"
+            path.write_text(json.dumps({"kv_cache_compression_config": methods, "http": {"port": self.port}}))
+            options["kv_cache_compression_config"] = str(path)
         environment = {
             **os.environ,
             "SGLANG_USE_CPU_ENGINE": "1",
