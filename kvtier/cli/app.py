@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import bench, calibrate, demo, eval_cold_page, eval_triattention, replay, serve, size
+from kvtier.cli import bench, calibrate, demo, eval_cold_page, eval_triattention, replay, serve, size, top
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -37,6 +37,7 @@ app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.command()(replay.replay)
 app.command()(serve.serve)
+app.command()(top.top)
 app.command()(calibrate.calibrate)
 
 evaluations = typer.Typer(help="What a method costs and gains on a real model.", no_args_is_help=True)

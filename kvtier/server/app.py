@@ -17,6 +17,7 @@ from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.keyspace import Keyspace
 from kvtier.server.listener import Clients, Listener
 from kvtier.server.options import Listen, ServerOptions
+from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.server.session import Shared
 from kvtier.server.stats import ServerStats
@@ -65,7 +66,7 @@ class CacheServer:
                 registry = CollectorRegistry()
                 registry.register(self.stats)
                 registry.register(_StoreMetrics(self))
-                self.http = HttpExporter(registry, http, ready=self._not_ready)
+                self.http = HttpExporter(registry, http, ready=self._not_ready, page=StatusPage(registry, config))
             self.store = open_store(config, shard="server", on_removed=self.keyspace.removed)
             self.keyspace.attach(self.store)
             for listen in options.listen:
