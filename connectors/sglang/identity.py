@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.codecs.checkpoint_scales import read_scales
 from kvtier.errors import EngineError
 from kvtier.keys import fingerprint_weights
+from kvtier.model_config import rotary_dim_of
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,16 @@ def identify(model_config: Any, args: Any) -> EngineIdentity:
         weights=weights_fingerprint(folder, args.load_format, _overrides(args)),
         lora=lora_fingerprint(args.lora_paths) if args.enable_lora or args.lora_paths else "",
     )
+
+
+def cache_values(model_config: Any, args: Any, pool: Any) -> dict[str, Any]:
+    """What the model's configuration and checkpoint say about the numbers in `pool`: `DevicePool.of`'s options."""
+    told: dict[str, Any] = {"rotary_dim": rotary_dim_of(model_config.hf_text_config, model_config.head_dim)}
+    if str(pool.dtype).endswith("float8_e4m3fn"):  # the option may say auto
+        folder = _model_folder(model_config.model_path, args)
+        shards = folder is not None and args.load_format in _READABLE and any(folder.glob("*.safetensors"))
+        told["fp8_scales"] = read_scales(folder) if folder is not None and shards else {}
+    return told
 
 
 def new_generation() -> str:

@@ -123,7 +123,7 @@ class KVTierLinker(UnifiedCacheLinker):
             compression_hooks.verify_installed()
         _refuse_unsupported(args, model_config, components)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self._pool = DevicePool.of(pool, params.page_size)
+        self._pool = DevicePool.of(pool, params.page_size, **identity.cache_values(model_config, args, pool))
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)

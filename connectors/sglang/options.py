@@ -70,7 +70,7 @@ EXCLUDED = (
     Excluded("attn_dp_size", _ONE, "this version serves one rank"),
     Excluded("dcp_size", _ONE, "this version serves one rank"),
     Excluded("attn_cp_size", _ONE, "this version serves one rank"),
-    Excluded("kv_cache_dtype", (None, "auto", "bf16", "bfloat16"), "quantized device caches are not served"),
+    Excluded("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "fp8_e4m3"), "such device caches are not served"),
 )
 
 TAKEN = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvtier.hot import HotLayout, HotPool, dtype_of
 from kvtier.spec import BufferSpec, DType, PageSpec, Role
 
 POOL_CLASS = "MHATokenToKVPool"
-DTYPES = (DType.BF16, DType.FP16, DType.FP32)
+DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP8_E4M3)
 _LAYOUTS = {"nhd": HotLayout.NHD, "hnd": HotLayout.HND}
 
 
@@ -32,8 +32,17 @@ class DevicePool:
     layers: int
 
     @staticmethod
-    def of(pool: Any, page_tokens: int) -> DevicePool:
-        """Describe `pool`. EngineError names what this connector cannot serve."""
+    def of(
+        pool: Any,
+        page_tokens: int,
+        *,
+        rotary_dim: int = 0,
+        fp8_scales: Mapping[Role, Mapping[int, float]] | None = None,
+    ) -> DevicePool:
+        """Describe `pool`. EngineError names what this connector cannot serve.
+
+        rotary_dim: leading columns of K with a rotary position, where they are a part of it. fp8_scales: of an FP8
+        cache, by role and the model's layer, where they are not 1."""
         kind = type(pool).__name__
         if kind != POOL_CLASS:
             raise EngineError(
@@ -54,16 +63,23 @@ class DevicePool:
             raise EngineError(f"the KV pool lies on {device!r}: this version of kvtier serves pools in CPU memory only")
         # The engine stores FP8 in buffers of bytes, so its own dtype is the one to name.
         name = str(pool.dtype).removeprefix("torch.")
-        if pool.store_dtype != pool.dtype or dtype_of(keys[0]) not in DTYPES:
+        dtype = DType.FP8_E4M3 if name == "float8_e4m3fn" else dtype_of(keys[0])
+        bytes_of_fp8 = dtype is DType.FP8_E4M3 and dtype_of(keys[0]) is DType.UINT8
+        other = pool.store_dtype != pool.dtype and not bytes_of_fp8
+        if other or dtype not in DTYPES or getattr(pool, "is_quantized_kv_cache", False):
             raise EngineError(
                 f"the KV cache has dtype {name}: kvtier serves {', '.join(d.value for d in DTYPES)}. "
                 "Set --kv-cache-dtype to one of them, or leave it at auto"
             )
-        buffers, arrays = [], []
+        buffers, arrays, first = [], [], getattr(pool, "start_layer", None) or 0
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             for role, array in ((Role.K, k), (Role.V, v)):
-                heads = array.shape[1]
-                buffers.append(BufferSpec(role, layer, heads, page_tokens, array.shape[-1], dtype_of(array)))
+                heads, dim = array.shape[1], array.shape[-1]
+                scale = 1.0
+                if dtype is DType.FP8_E4M3 and fp8_scales is not None:
+                    scale = fp8_scales.get(role, {}).get(layer + first, 1.0)
+                rotary = (0, rotary_dim if role is Role.K and rotary_dim < dim else 0)
+                buffers.append(BufferSpec(role, layer, heads, page_tokens, dim, dtype, scale, rotary))
                 arrays.append(array)
         spec = PageSpec(page_tokens, tuple(buffers))
         return DevicePool(spec, HotPool.of(spec, arrays, layout), len(keys))

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvtier.errors import SpecError
+from kvtier.model_config import rotary_dim_of
 from kvtier.spec import DType, PageSpec
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -46,6 +47,7 @@ def page_spec_of(config: Any, *, page_tokens: int, dtype: DType) -> PageSpec:
         head_dim=int(head_dim),
         page_tokens=page_tokens,
         dtype=dtype,
+        rotary_dim=rotary_dim_of(text, int(head_dim)),
     )
 
 

@@ -1,8 +1,8 @@
 """The second-level scales that a ModelOpt NVFP4-KV checkpoint was calibrated with: one per layer for K and for V.
 
 They are scalars of the checkpoint's safetensors files, ``model.layers.N.self_attn.k_proj.k_scale`` and
-``...v_proj.v_scale``, also under ``model.language_model``. A scale s is the value of code 1 at e4m3 scale 1, so that
-NVFP4's global scale is 1 / s."""
+``...v_proj.v_scale``, also under ``model.language_model`` and without the projection's name. A scale s is the value of
+code 1 at e4m3 scale 1, so that NVFP4's global scale is 1 / s. Checkpoints with an FP8 cache name its scales alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.spec import DType, PageSpec, Role
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.([kv])_proj\.([kv])_scale")
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:([kv])_proj\.|attn\.)?([kv])_scale")
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 _HEADER_MAX_BYTES = 100_000_000
 _LIMIT = 2.0**100
@@ -41,27 +41,15 @@ class CheckpointScales:
     def load(path: str | Path) -> CheckpointScales:
         """From a safetensors file, or every one in a folder. Raises ConfigError where there is none, one cannot be
         read, no layer has scales, or a scale is not a positive number."""
-        found: dict[Role, dict[int, float]] = {Role.K: {}, Role.V: {}}
-        for file in _files(Path(path).expanduser()):
-            for name, layer, role, scale in _scales(file):
-                inverse = float(np.float32(1) / np.float32(scale)) if scale > 0 and math.isfinite(scale) else 0.0
-                if not 1 / _LIMIT <= inverse <= _LIMIT:
-                    raise ConfigError(
-                        f"scale_checkpoint_path = {str(path)!r}: {name} is {scale}; a scale must be a positive number "
-                        "between 2**-100 and 2**100: export the checkpoint again, or use global_scale: page"
-                    )
-                if found[role].setdefault(layer, inverse) != inverse:
-                    raise ConfigError(
-                        f"scale_checkpoint_path = {str(path)!r}: {name} is there twice, with different values; "
-                        "give the folder of one checkpoint"
-                    )
+        found = read_scales(path)
         if not found[Role.K] and not found[Role.V]:
             raise ConfigError(
                 f"scale_checkpoint_path = {str(path)!r} holds no scales (model.layers.N.self_attn.k_proj.k_scale, "
                 "v_proj.v_scale): give a checkpoint that ModelOpt calibrated with an NVFP4 KV cache, or use "
                 "global_scale: page"
             )
-        return CheckpointScales(found[Role.K], found[Role.V])
+        inverse = {r: {n: float(np.float32(1) / np.float32(s)) for n, s in by.items()} for r, by in found.items()}
+        return CheckpointScales(inverse[Role.K], inverse[Role.V])
 
     @property
     def digest(self) -> str:
@@ -97,6 +85,25 @@ class CheckpointScales:
         return out
 
 
+def read_scales(path: str | Path) -> dict[Role, dict[int, float]]:
+    """The scales as the checkpoint has them, by role and layer; empty where it has none. Raises ConfigError as
+    `CheckpointScales.load` does for everything else."""
+    found: dict[Role, dict[int, float]] = {Role.K: {}, Role.V: {}}
+    for file in _files(Path(path).expanduser()):
+        for name, layer, role, scale in _scales(file):
+            if not (math.isfinite(scale) and 1 / _LIMIT <= scale <= _LIMIT):
+                raise ConfigError(
+                    f"scale_checkpoint_path = {str(path)!r}: {name} is {scale}; a scale must be a positive number "
+                    "between 2**-100 and 2**100: export the checkpoint again, or use global_scale: page"
+                )
+            if found[role].setdefault(layer, scale) != scale:
+                raise ConfigError(
+                    f"scale_checkpoint_path = {str(path)!r}: {name} is there twice, with different values; "
+                    "give the folder of one checkpoint"
+                )
+    return found
+
+
 def _files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -117,11 +124,11 @@ def _scales(file: Path) -> Iterator[tuple[str, int, Role, float]]:
             header: dict[str, Any] = json.loads(stream.read(size))
             for name, tensor in header.items():
                 match = _NAME.fullmatch(name)
-                if match is None or match[2] != match[3]:
+                if match is None or match[2] not in (None, match[3]):
                     continue
                 begin, end = tensor["data_offsets"]
                 stream.seek(8 + size + begin)
-                yield name, int(match[1]), _ROLES[match[2]], _number(file, name, tensor, stream.read(end - begin))
+                yield name, int(match[1]), _ROLES[match[3]], _number(file, name, tensor, stream.read(end - begin))
     except OSError as error:
         raise ConfigError(f"scale_checkpoint_path: {file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
