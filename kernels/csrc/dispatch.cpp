@@ -7,10 +7,18 @@
 namespace kvtier {
 namespace {
 
+#if defined(__x86_64__)
+bool avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
+}
+#endif
+
 // Fastest first.
 std::vector<const RowKernels*> supported() {
   std::vector<const RowKernels*> sets;
 #if defined(__x86_64__)
+  if (avx512()) sets.push_back(&kAvx512Rows);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) sets.push_back(&kAvx2Rows);
 #endif
   sets.push_back(&kScalarRows);

@@ -13,6 +13,8 @@ DType dtype_of(const BufferPlan& b) { return DType(b.dtype); }
 DType coded_of(const BufferPlan& b) {
   return dtype_of(b) == DType::kFP16 || dtype_of(b) == DType::kFP8 ? DType::kFP16 : DType::kBF16;
 }
+int64_t item_bytes(const BufferPlan& b) { return dtype_of(b) == DType::kFP32 ? 4 : dtype_of(b) == DType::kFP8 ? 1 : 2; }
+int64_t row_groups(const BufferPlan& b) { return b.dim / kGroup; }
 
 const Fp8Values& fp8_values(float scale) {
   static thread_local Fp8Values values{0, {}, {}};
@@ -24,36 +26,49 @@ uint8_t* row_of(const FormPart& part, int64_t head, int64_t token) {
   return part.page + head * part.plan.head_stride + token * part.plan.token_stride;
 }
 
-// Rows of one head, and what belongs to them. Kept per thread, so that memory is touched once.
+// What belongs to one head. Kept per thread, so that memory is touched once.
 struct Scratch {
-  std::vector<float> x, mean;
-  std::vector<uint16_t> bits;
+  std::vector<uint16_t> coded, side;
+  std::vector<float> mean, columns, errors;
+  int64_t pitch = 0;
 
-  void fit(const BufferPlan& b) {
-    const size_t values = size_t(b.tokens * b.dim);
-    if (x.size() < values) x.resize(values);
-    if (bits.size() < values) bits.resize(values);
-    if (mean.size() < size_t(b.dim)) mean.resize(size_t(b.dim));
+  void fit(const BufferPlan& b, int lanes) {
+    pitch = (row_groups(b) / lanes + 2) * lanes;
+    // The turned means are read by whole registers.
+    grow(coded, b.tokens * b.dim), grow(side, b.dim), grow(mean, b.dim);
+    grow(columns, kGroup * pitch), grow(errors, 2 * (b.tokens * row_groups(b) + lanes));
+  }
+
+ private:
+  template <class T>
+  static void grow(std::vector<T>& v, int64_t size) {
+    if (v.size() < size_t(size)) v.resize(size_t(size));
   }
 };
 
-Scratch& scratch_for(const BufferPlan& b) {
+Scratch& scratch_for(const BufferPlan& b, const FormKernels& kernels) {
   static thread_local Scratch scratch;
-  scratch.fit(b);
+  scratch.fit(b, kernels.lanes);
   return scratch;
 }
 
-void load_head(const FormKernels& kernels, const FormPart& part, int64_t head, float* x) {
+// The valid rows of a head as bits of the coded type, one behind the other: where they lie, if they do.
+const uint16_t* coded_head(const FormKernels& kernels, const FormPart& part, int64_t head, Scratch& scratch) {
   const BufferPlan& b = part.plan;
-  const Fp8Values* fp8 = dtype_of(b) == DType::kFP8 ? &fp8_values(b.fp8_scale()) : nullptr;
-  for (int64_t t = 0; t < part.tokens; ++t) kernels.load(row_of(part, head, t), b.dim, dtype_of(b), fp8, x + t * b.dim);
+  const bool as_it_is = item_bytes(b) == 2 && b.token_stride == b.dim * 2 && reinterpret_cast<uintptr_t>(part.page) % 2 == 0;
+  if (as_it_is) return reinterpret_cast<const uint16_t*>(row_of(part, head, 0));
+  for (int64_t t = 0; t < part.tokens; ++t)
+    kernels.code16(row_of(part, head, t), b.dim, dtype_of(b), b.fp8_scale(), scratch.coded.data() + t * b.dim);
+  return scratch.coded.data();
 }
 
-void store_head(const FormKernels& kernels, const FormPart& part, int64_t head, const float* x) {
-  const BufferPlan& b = part.plan;
-  const float inverse = 1.0f / b.fp8_scale();
-  for (int64_t t = 0; t < part.tokens; ++t) 
-    kernels.store(x + t * b.dim, b.dim, dtype_of(b), inverse, part.stream, row_of(part, head, t));
+Soon soon_of(const FormPart& part, int64_t head) {
+  if (part.ahead == 0) return {nullptr, 0, 0, 0, 0};
+  return {row_of(part, head, 0) + part.ahead, part.plan.token_stride, part.plan.dim * item_bytes(part.plan), part.tokens, 0};
+}
+
+HotRows hot_rows(const FormPart& part, int64_t head, int64_t token) {
+  return {row_of(part, head, token), part.plan.token_stride, dtype_of(part.plan), 1.0f / part.plan.fp8_scale(), part.stream};
 }
 
 // Where the bytes of one head begin.
@@ -75,32 +90,24 @@ HeadBytes bytes_of(const BufferPlan& b, int64_t head) {
   return {row, b.data_offset + data, b.scale_offset + scales, b.side_offset + side};
 }
 
-void encode_plain(const FormKernels& kernels, const RowKernels& rows, const FormPart& part, Scratch& scratch,
-                  int64_t head, uint8_t* data, uint8_t* scales) {
-  if (part.tokens == 0) return;
+MeanColumns encode_mean(const FormPart& part, const CodedKernels& coded, const uint16_t* x, Scratch& scratch,
+                        uint8_t* side) {
   const BufferPlan& b = part.plan;
-  const Fp8Values& fp8 = fp8_values(b.fp8_scale());
-  for (int64_t t = 0; t < part.tokens; ++t)
-    kernels.widen(row_of(part, head, t), b.dim, fp8, scratch.bits.data() + t * b.dim);
-  const Rows dense = Rows::single(reinterpret_cast<const uint8_t*>(scratch.bits.data()), true);
-  rows.encode16(dense, part.tokens * b.dim / kGroup, Ahead{}, encode_table(DType::kFP16, part.global_scale), data, scales);
+  coded.mean(x, part.tokens, b.dim, scratch.side.data());
+  std::memcpy(side, scratch.side.data(), size_t(b.dim * 2));
+  coded.turn_means(scratch.side.data(), row_groups(b), scratch.pitch, scratch.columns.data());
+  return {scratch.side.data(), scratch.columns.data(), scratch.pitch, row_groups(b)};
 }
 
-void decode_plain(const FormKernels& kernels, const RowKernels& rows, const FormPart& part, Scratch& scratch,
-                  int64_t head, const uint8_t* data, const uint8_t* scales) {
-  if (part.tokens == 0) return;
-  const BufferPlan& b = part.plan;
-  const Rows dense = Rows::single(reinterpret_cast<const uint8_t*>(scratch.bits.data()), true);
-  rows.decode16(data, scales, part.tokens * b.dim / kGroup, Ahead{}, fp8_decode_table(part.global_scale, b.fp8_scale()), dense, false);
-  for (int64_t t = 0; t < part.tokens; ++t)
-    kernels.narrow(scratch.bits.data() + t * b.dim, b.dim, row_of(part, head, t));
+const float* decode_side(const FormPart& part, const FormKernels& kernels, const uint8_t* side, Scratch& scratch) {
+  std::memcpy(scratch.side.data(), side, size_t(part.plan.dim * 2));
+  kernels.widen16(scratch.side.data(), part.plan.dim, coded_of(part.plan), scratch.mean.data());
+  return scratch.mean.data();
 }
 
-void encode_tokens(const FormKernels& kernels, const FormPart& part, const float* x, uint8_t* data, uint8_t* scales,
-                   uint8_t* side) {
+void encode_tokens(const FormPart& part, const CodedKernels& coded, const uint16_t* x, uint8_t* data, uint8_t* scales,
+                   uint8_t* side, Scratch& scratch, Soon& soon) {
   const BufferPlan& b = part.plan;
-  const float global_scale = part.global_scale;
-  std::vector<uint16_t>& middles = scratch_for(b).bits;
   for (int64_t t = 0; t < b.tokens; t += kGroup, scales += b.dim, side += b.dim * 2) {
     const int64_t valid = std::min<int64_t>(part.tokens - t, kGroup);
     if (valid <= 0) {
@@ -108,21 +115,8 @@ void encode_tokens(const FormKernels& kernels, const FormPart& part, const float
       std::memset(side, 0, size_t(b.dim * 2));
       continue;
     }
-    kernels.encode_token(x + t * b.dim, valid, b.dim, global_scale, coded_of(b), data + t * b.dim / 2, scales,
-                         middles.data());
-    std::memcpy(side, middles.data(), size_t(b.dim * 2));
-  }
-}
-
-void decode_tokens(const FormKernels& kernels, const FormPart& part, const uint8_t* data, const uint8_t* scales,
-                   const uint8_t* side, float* x) {
-  const BufferPlan& b = part.plan;
-  Scratch& scratch = scratch_for(b);
-  for (int64_t t = 0; t < part.tokens; t += kGroup, scales += b.dim, side += b.dim * 2) {
-    std::memcpy(scratch.bits.data(), side, size_t(b.dim * 2));
-    kernels.widen16(scratch.bits.data(), b.dim, coded_of(b), scratch.mean.data());
-    kernels.decode_token(data + t * b.dim / 2, scales, scratch.mean.data(), std::min<int64_t>(part.tokens - t, kGroup),
-                         b.dim, step_table(part.global_scale), x + t * b.dim);
+    coded.encode_token(x + t * b.dim, valid, b.dim, part.global_scale, data + t * b.dim / 2, scales, scratch.side.data(), soon);
+    std::memcpy(side, scratch.side.data(), size_t(b.dim * 2));
   }
 }
 
@@ -140,92 +134,84 @@ bool encode_form(const FormPart& part, uint8_t* cold) {
   const BufferPlan& b = part.plan;
   const RowKernels& rows = row_kernels();
   const FormKernels& kernels = *rows.forms;
+  const CodedKernels& coded = kernels.coded(coded_of(b));
   const Coding coding = Coding(b.coding);
-  Scratch& scratch = scratch_for(b);
-  float* x = scratch.x.data();
+  Scratch& scratch = scratch_for(b, kernels);
   const int64_t valid = part.tokens * b.dim, rest = (b.tokens - part.tokens) * b.dim;
-  const float global_scale = part.global_scale;
   uint8_t* flags = cold + b.side_offset + b.heads * b.dim * 2;
   if (coding == Coding::kFp8Mean) std::memset(flags, 0, size_t((b.heads * b.tokens + 7) / 8));
-  bool fits = true;
+  bool clipped = false;
   for (int64_t h = 0; h < b.heads; ++h) {
     const HeadBytes at = bytes_of(b, h);
     uint8_t* data = cold + at.data;
     uint8_t* scales = cold + at.scales;
-    const bool plain = coding == Coding::kNvfp4;
-    if (!plain) load_head(kernels, part, h, x);
-    const bool centred = coding == Coding::kOffset || coding == Coding::kFp8Mean;
-    if (centred) {
-      kernels.mean(x, part.tokens, b.dim, coded_of(b), scratch.bits.data(), scratch.mean.data());
-      std::memcpy(cold + at.side, scratch.bits.data(), size_t(b.dim * 2));
-    }
+    const uint16_t* x = coded_head(kernels, part, h, scratch);
+    Soon soon = soon_of(part, h);
     int64_t bytes_per_32_values = 16, scales_per_32_values = 2;
     switch (coding) {
-      case Coding::kNvfp4: encode_plain(kernels, rows, part, scratch, h, data, scales); break;
+      case Coding::kNvfp4:
+        if (valid)
+          rows.encode16(Rows::single(reinterpret_cast<const uint8_t*>(x), true), valid / kGroup, Ahead{},
+                        encode_table(DType::kFP16, part.global_scale), data, scales);
+        break;
       case Coding::kTwoFp4:
-        kernels.encode_two(x, valid / kGroup, global_scale, data, scales);
+        coded.encode_two(x, valid / kGroup, part.global_scale, data, scales, soon);
         bytes_per_32_values = 32, scales_per_32_values = 4;
         break;
       case Coding::kOffset:
-        kernels.encode_offset(x, scratch.mean.data(), b.dim / kGroup, valid / kGroup, global_scale, data, scales);
+        coded.encode_offset(x, encode_mean(part, coded, x, scratch, cold + at.side), valid / kGroup, part.global_scale,
+                            data, scales, soon);
         break;
       case Coding::kToken:
-        encode_tokens(kernels, part, x, data, scales, cold + at.side);
+        encode_tokens(part, coded, x, data, scales, cold + at.side, scratch, soon);
         scales_per_32_values = 0;
         break;
+      case Coding::kFp8:
+        clipped |= coded.encode_fp8(x, valid, data, soon);
+        bytes_per_32_values = 32, scales_per_32_values = 0;
+        break;
       default:
-        for (int64_t t = 0; t < part.tokens; ++t) {
-          bool flag = false, clipped;
-          if (coding == Coding::kFp8)
-            clipped = kernels.encode_fp8(x + t * b.dim, b.dim, data + t * b.dim);
-          else
-            clipped = kernels.encode_fp8_mean(x + t * b.dim, scratch.mean.data(), b.dim, data + t * b.dim, &flag);
-          fits &= !clipped;
-          if (flag) flags[(at.row + t) / 8] |= uint8_t(1 << ((at.row + t) % 8));
-        }
+        clipped |= coded.encode_fp8_mean(x, encode_mean(part, coded, x, scratch, cold + at.side), part.tokens, data, flags,
+                                         at.row, scratch.errors.data(), soon);
         bytes_per_32_values = 32, scales_per_32_values = 0;
     }
     std::memset(data + valid * bytes_per_32_values / 32, 0, size_t(rest * bytes_per_32_values / 32));
     std::memset(scales + valid * scales_per_32_values / 32, kScaleMinCode, size_t(rest * scales_per_32_values / 32));
   }
-  return fits;
+  return !clipped;
 }
 
 void decode_form(const FormPart& part, const uint8_t* cold) {
   const BufferPlan& b = part.plan;
-  const RowKernels& rows = row_kernels();
-  const FormKernels& kernels = *rows.forms;
+  const FormKernels& kernels = *row_kernels().forms;
   const Coding coding = Coding(b.coding);
-  Scratch& scratch = scratch_for(b);
-  float* x = scratch.x.data();
+  Scratch& scratch = scratch_for(b, kernels);
+  const StepTable& steps = step_table(part.global_scale);
+  const DecodeTable* fp8 = coding == Coding::kNvfp4 ? &fp8_decode_table(part.global_scale, b.fp8_scale()) : nullptr;
   const uint8_t* flags = cold + b.side_offset + b.heads * b.dim * 2;
   for (int64_t h = 0; h < b.heads; ++h) {
     const HeadBytes at = bytes_of(b, h);
     const uint8_t* data = cold + at.data;
     const uint8_t* scales = cold + at.scales;
-    if (coding == Coding::kNvfp4) {
-      decode_plain(kernels, rows, part, scratch, h, data, scales);
-      continue;
-    }
-    if (coding == Coding::kOffset || coding == Coding::kFp8Mean) {
-      std::memcpy(scratch.bits.data(), cold + at.side, size_t(b.dim * 2));
-      kernels.widen16(scratch.bits.data(), b.dim, coded_of(b), scratch.mean.data());
-    }
+    const uint8_t* side = cold + at.side;
+    const HotRows hot = hot_rows(part, h, 0);
     switch (coding) {
-      case Coding::kTwoFp4: kernels.decode_two(data, scales, part.tokens * b.dim / kGroup, step_table(part.global_scale), x); break;
+      case Coding::kNvfp4: kernels.decode_plain(data, scales, part.tokens, row_groups(b), *fp8, hot); break;
+      case Coding::kTwoFp4: kernels.decode_two(data, scales, part.tokens, row_groups(b), steps, hot); break;
       case Coding::kOffset:
-        for (int64_t t = 0; t < part.tokens; ++t)
-          kernels.decode_offset(data + t * b.dim / 2, scales + t * b.dim / kGroup, scratch.mean.data(), b.dim / kGroup,
-                                step_table(part.global_scale), x + t * b.dim);
+        kernels.decode_offset(data, scales, decode_side(part, kernels, side, scratch), part.tokens, row_groups(b), steps,
+                              hot);
         break;
-      case Coding::kToken: decode_tokens(kernels, part, data, scales, cold + at.side, x); break;
+      case Coding::kToken:
+        for (int64_t t = 0; t < part.tokens; t += kGroup, scales += b.dim, side += b.dim * 2)
+          kernels.decode_token(data + t * b.dim / 2, scales, decode_side(part, kernels, side, scratch),
+                               std::min<int64_t>(part.tokens - t, kGroup), row_groups(b), steps, scratch.columns.data(),
+                               hot_rows(part, h, t));
+        break;
+      case Coding::kFp8: kernels.decode_fp8(data, nullptr, nullptr, 0, part.tokens, row_groups(b), hot); break;
       default:
-        for (int64_t t = 0; t < part.tokens; ++t) {
-          const bool flag = coding == Coding::kFp8Mean && flags[(at.row + t) / 8] >> ((at.row + t) % 8) & 1;
-          kernels.decode_fp8(data + t * b.dim, flag ? scratch.mean.data() : nullptr, b.dim, x + t * b.dim);
-        }
+        kernels.decode_fp8(data, decode_side(part, kernels, side, scratch), flags, at.row, part.tokens, row_groups(b), hot);
     }
-    store_head(kernels, part, h, x);
   }
 }
 

@@ -1,48 +1,83 @@
-// Forms other than plain NVFP4 of 16-bit and 32-bit values: one head of a part at a time, through float rows in cache.
+// Forms other than plain NVFP4 of 16-bit and 32-bit values: one head of a part at a time.
 #pragma once
+
+#include <type_traits>
+#include <utility>
 
 #include "pages.h"
 #include "tables.h"
 
 namespace kvtier {
 
-// On rows of floats that are values of the coded type. Plain loops, compiled once per instruction set.
-struct FormKernels {
-  // Hot elements to floats and back. `fp8` is used for FP8 elements only.
-  void (*load)(const uint8_t* hot, int64_t dim, DType dtype, const Fp8Values* fp8, float* x);
-  void (*store)(const float* x, int64_t dim, DType dtype, float inverse_fp8_scale, bool stream, uint8_t* hot);
-  // FP8 elements to FP16 bits, and decoded low bytes back to FP8 elements.
-  void (*widen)(const uint8_t* hot, int64_t dim, const Fp8Values& fp8, uint16_t* half);
-  void (*narrow)(const uint16_t* decoded, int64_t dim, uint8_t* hot);
-  uint8_t (*amax8)(const uint8_t* hot, int64_t dim);
+// Rows of hot memory that the CPU fetches while it works on others, and how far it is.
+struct Soon {
+  const uint8_t* row;
+  int64_t stride, row_bytes, rows, at;
+};
 
-  // Mean over `rows` rows: bits of the coded type, and what they are worth.
-  void (*mean)(const float* x, int64_t rows, int64_t dim, DType coded, uint16_t* bits, float* values);
+// A mean over tokens: its bits, and its values turned as the encoders want them (turn_means).
+struct MeanColumns {
+  const uint16_t* bits;
+  const float* columns;
+  int64_t pitch, row_groups;
+};
 
-  void (*encode_two)(const float* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales);
-  void (*decode_two)(const uint8_t* data, const uint8_t* scales, int64_t groups, const StepTable&, float* x);
-  // Rows of `row_groups` groups, one behind the other.
-  void (*encode_offset)(const float* x, const float* mean, int64_t row_groups, int64_t groups, float global_scale,
-                        uint8_t* data, uint8_t* scales);
-  void (*decode_offset)(const uint8_t* data, const uint8_t* scales, const float* mean, int64_t groups, const StepTable&,
-                        float* x);
+// Rows of one head in hot memory that are decoded to.
+struct HotRows {
+  uint8_t* base;
+  int64_t stride;
+  DType dtype;
+  float inverse_fp8_scale;
+  bool stream;  // around the cache, where alignment allows
+};
+
+// Encoders of values that lie one behind the other as bits of one type, BF16 or FP16.
+struct CodedKernels {
+  void (*mean)(const uint16_t* x, int64_t rows, int64_t dim, uint16_t* bits);
+  void (*turn_means)(const uint16_t* bits, int64_t row_groups, int64_t pitch, float* columns);
+  void (*encode_two)(const uint16_t* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales, Soon&);
+  void (*encode_offset)(const uint16_t* x, const MeanColumns&, int64_t groups, float global_scale, uint8_t* data,
+                        uint8_t* scales, Soon&);
   // 16 tokens, of which `rows` are valid. data: dim / 2 bytes per token; scales and middles: one per channel.
-  void (*encode_token)(const float* x, int64_t rows, int64_t dim, float global_scale, DType coded, uint8_t* data, uint8_t* scales, uint16_t* middles);
-  void (*decode_token)(const uint8_t* data, const uint8_t* scales, const float* middles, int64_t rows, int64_t dim,
-                       const StepTable&, float* x);
-  // One row. The result tells whether a value clipped; encode_fp8_mean sets *centred.
-  bool (*encode_fp8)(const float* x, int64_t dim, uint8_t* data);
-  bool (*encode_fp8_mean)(const float* x, const float* mean, int64_t dim, uint8_t* data, bool* centred);
-  // `mean` may be null.
-  void (*decode_fp8)(const uint8_t* data, const float* mean, int64_t dim, float* x);
-  void (*widen16)(const uint16_t* bits, int64_t n, DType coded, float* x);
+  void (*encode_token)(const uint16_t* x, int64_t rows, int64_t dim, float global_scale, uint8_t* data, uint8_t* scales,
+                       uint16_t* middles, Soon&);
+  // True if a value clipped.
+  bool (*encode_fp8)(const uint16_t* x, int64_t values, uint8_t* data, Soon&);
+  // Sets the flags of rows stored as distances. `errors`: room for two floats per group, and 32.
+  bool (*encode_fp8_mean)(const uint16_t* x, const MeanColumns&, int64_t rows, uint8_t* data, uint8_t* flags,
+                          int64_t first_flag, float* errors, Soon&);
+};
+
+// One set per instruction set; all give the same bits.
+struct FormKernels {
+  int lanes;  // groups that are worked on at a time
+  CodedKernels brain, half;
+  // Hot elements as bits of the type they are coded in.
+  void (*code16)(const uint8_t* hot, int64_t values, DType dtype, float fp8_scale, uint16_t* out);
+  void (*widen16)(const uint16_t* bits, int64_t values, DType coded, float* x);
+  uint8_t (*amax8)(const uint8_t* hot, int64_t dim);
+  void (*decode_two)(const uint8_t* data, const uint8_t* scales, int64_t rows, int64_t row_groups, const StepTable&,
+                     const HotRows&);
+  void (*decode_offset)(const uint8_t* data, const uint8_t* scales, const float* mean, int64_t rows, int64_t row_groups,
+                        const StepTable&, const HotRows&);
+  // Up to 16 tokens. `steps`: room for a row.
+  void (*decode_token)(const uint8_t* data, const uint8_t* scales, const float* middles, int64_t rows, int64_t row_groups,
+                       const StepTable&, float* steps, const HotRows&);
+  // `mean` and `flags` may be null.
+  void (*decode_fp8)(const uint8_t* data, const float* mean, const uint8_t* flags, int64_t first_flag, int64_t rows,
+                     int64_t row_groups, const HotRows&);
+  // Plain NVFP4 to FP8 elements.
+  void (*decode_plain)(const uint8_t* data, const uint8_t* scales, int64_t rows, int64_t row_groups, const DecodeTable&,
+                       const HotRows&);
   // Sums of squares of a - b and of b.
   void (*errors)(const float* a, const float* b, int64_t n, double* difference, double* size);
+
+  const CodedKernels& coded(DType t) const { return t == DType::kFP16 ? half : brain; }
 };
 
 extern const FormKernels kScalarForms;
 #if defined(__x86_64__)
-extern const FormKernels kAvx2Forms;
+extern const FormKernels kAvx2Forms, kAvx512Forms;
 #endif
 
 // A part of one page: `page` is the address of its first element, `tokens` are valid. For every coding but raw, and NVFP4
@@ -52,7 +87,8 @@ struct FormPart {
   uint8_t* page;
   int64_t tokens;
   float global_scale;
-  bool stream;  // decoded rows are written around the cache; the caller fences
+  bool stream;      // decoded rows are written around the cache; the caller fences
+  int64_t ahead;    // bytes to the part of the same shape that is encoded next, 0 for none
 };
 uint16_t fp8_amax(const FormPart& part);
 bool encode_form(const FormPart& part, uint8_t* cold);

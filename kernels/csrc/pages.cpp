@@ -148,12 +148,13 @@ Ahead ahead_of(const Batch& batch, int64_t n, int64_t begin, int64_t end, int64_
   if (page == batch.num_pages) return {};
   const BufferPlan& b = batch.buffers[n];
   const BufferPlan& next = batch.buffers[last ? begin : n + 1];
-  const bool alike = next.coding == b.coding && next.dtype == b.dtype && next.heads == b.heads && next.tokens == b.tokens &&
-                     next.dim == b.dim && next.head_stride == b.head_stride && next.token_stride == b.token_stride;
+  const bool alike = next.dtype == b.dtype && next.heads == b.heads && next.tokens == b.tokens && next.dim == b.dim &&
+                     next.head_stride == b.head_stride && next.token_stride == b.token_stride;
   if (!alike) return {};
+  const ptrdiff_t hot = page_address(next, batch.page_ids[page]) - page_address(b, batch.page_ids[i]);
+  if (next.coding != b.coding) return {hot, 0, 0};
   const ptrdiff_t slot = batch.offsets[page] - batch.offsets[i];
-  return {page_address(next, batch.page_ids[page]) - page_address(b, batch.page_ids[i]),
-          slot + next.data_offset - b.data_offset, slot + next.scale_offset - b.scale_offset};
+  return {hot, slot + next.data_offset - b.data_offset, slot + next.scale_offset - b.scale_offset};
 }
 
 // The first `tokens` tokens of every head, in the order of hot memory, and the length of a row: rows that lie one behind
@@ -190,7 +191,7 @@ Span dense(Span span, int64_t item_bytes) {
 
 // Largest magnitude of the valid rows as bits of the coded type.
 uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, const Span& cold_order) {
-  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 0, false});
+  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 1.0f, false, 0});
   const Span span = dense(cold_order, item_bytes(b));
   if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
   return uint16_t(kernels.amax16(span.rows, span.dim));
@@ -249,6 +250,12 @@ void zero_tokens(const BufferPlan& b, uint8_t* page, int64_t begin, int64_t end)
       std::memset(page + h * b.head_stride + t * b.token_stride, 0, size_t(row_bytes(b)));
 }
 
+// A hot row as floats, by way of the bits that it is coded in.
+void widen(const RowKernels& kernels, const BufferPlan& b, const uint8_t* hot, uint16_t* coded, float* x) {
+  kernels.forms->code16(hot, b.dim, dtype_of(b), b.fp8_scale(), coded);
+  kernels.forms->widen16(coded, b.dim, coded_dtype(b), x);
+}
+
 Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, uint8_t* cold) {
   uint8_t* table = cold + batch.table_offset;
   for (int64_t n = 0; n < batch.num_buffers; ++n) {
@@ -275,9 +282,10 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
       }
       table += b.table_bytes();
     }
+    const Ahead ahead = ahead_of(batch, n, 0, batch.num_buffers, i);
     if (direct(b))
-      quantize(kernels, b, span, tokens, ahead_of(batch, n, 0, batch.num_buffers, i), global_scale, cold);
-    else if (!encode_form({b, page, tokens, global_scale, false}, cold))
+      quantize(kernels, b, span, tokens, ahead, global_scale, cold);
+    else if (!encode_form({b, page, tokens, global_scale, false, ahead.hot}, cold))
       return kOutOfRange;
   }
   return kAccepted;
@@ -371,7 +379,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       if (direct(b))
         dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), global_scale, stream);
       else if (b.compressed())
-        decode_form({b, page, tokens, global_scale, stream}, cold);
+        decode_form({b, page, tokens, global_scale, stream, 0}, cold);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
@@ -383,6 +391,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
 void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
   const RowKernels& kernels = row_kernels();
   std::vector<uint8_t> decoded;
+  std::vector<uint16_t> coded;
   std::vector<float> rows;
   std::fill(sums, sums + batch.num_pages * batch.num_buffers * 2, 0.0);
   for (int64_t i = 0; i < batch.num_pages; ++i) {
@@ -394,21 +403,20 @@ void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
       const float global_scale = stored_scale(batch, b, table);
       decoded.resize(size_t(values(b) * item_bytes(b)));
       rows.resize(size_t(2 * b.dim));
+      coded.resize(size_t(b.dim));
       BufferPlan dense_plan = b;
       dense_plan.head_stride = b.tokens * row_bytes(b), dense_plan.token_stride = row_bytes(b);
       const int64_t tokens = valid_tokens(batch, b, i);
       if (direct(b))
         dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, global_scale, false);
       else
-        decode_form({dense_plan, decoded.data(), tokens, global_scale, false}, cold);
-      Fp8Values fp8;
-      if (dtype_of(b) == DType::kFP8) fill(fp8, b.fp8_scale());
+        decode_form({dense_plan, decoded.data(), tokens, global_scale, false, 0}, cold);
       const uint8_t* page = page_address(b, batch.page_ids[i]);
       for (int64_t h = 0; h < b.heads; ++h)
         for (int64_t t = 0; t < tokens; ++t) {
           const uint8_t* back = decoded.data() + (h * b.tokens + t) * row_bytes(b);
-          kernels.forms->load(back, b.dim, dtype_of(b), &fp8, rows.data());
-          kernels.forms->load(page + h * b.head_stride + t * b.token_stride, b.dim, dtype_of(b), &fp8, rows.data() + b.dim);
+          widen(kernels, b, back, coded.data(), rows.data());
+          widen(kernels, b, page + h * b.head_stride + t * b.token_stride, coded.data(), rows.data() + b.dim);
           kernels.forms->errors(rows.data(), rows.data() + b.dim, b.dim, sums, sums + 1);
         }
     }

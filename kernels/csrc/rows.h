@@ -52,7 +52,7 @@ struct RowKernels {
 
 extern const RowKernels kScalarRows;
 #if defined(__x86_64__)
-extern const RowKernels kAvx2Rows;
+extern const RowKernels kAvx2Rows, kAvx512Rows;
 #endif
 
 // The set in use; `KVTIER_ISA` names the first one, else the fastest that this CPU runs.

@@ -288,6 +288,11 @@ const RowKernels kAvx2Rows = {
     "avx2", &kAvx2Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
 };
 
+// Rows are bound by memory, and wider registers gain them nothing; forms are not.
+const RowKernels kAvx512Rows = {
+    "avx512", &kAvx512Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
+};
+
 }  // namespace kvtier
 
 #endif

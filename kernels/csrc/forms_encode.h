@@ -1,0 +1,272 @@
+// The forms' encoding loops, behind lanes.h. Groups lie in lanes wherever a group has one scale, so that maxima and sums
+// need no step across a register.
+
+constexpr uint32_t kNibbleSign = 8;
+
+// What the CPU fetches meanwhile: rows of hot memory, a few lines at a time.
+KVTIER_INLINE void fetch(Soon& soon, int64_t bytes) {
+  for (; bytes > 0 && soon.rows > 0; bytes -= 64) {
+    __builtin_prefetch(soon.row + soon.at, 0, 2);
+    soon.at += 64;
+    if (soon.at >= soon.row_bytes) soon.row += soon.stride, soon.at = 0, --soon.rows;
+  }
+}
+
+template <int e>
+KVTIER_INLINE W add_nibble(W word, F sum, F signed_by) {
+  const W nibble = merged<kNibbleSign>(W(sum), W(signed_by) >> 28);
+  return joined<(15u << 4 * (e % 8))>(word, nibble << 4 * (e % 8));
+}
+template <int... e>
+KVTIER_INLINE W nibbles_of(const F* sums, const F* signed_by, std::integer_sequence<int, e...>) {
+  W word = all(0u);
+  ((word = add_nibble<e>(word, sums[e], signed_by[e])), ...);
+  return word;
+}
+KVTIER_INLINE Nibbles nibbles_of(const F* sums, const F* signed_by) {
+  using Eight = std::make_integer_sequence<int, 8>;
+  return {nibbles_of(sums, signed_by, Eight{}), nibbles_of(sums + 8, signed_by + 8, Eight{})};
+}
+
+KVTIER_INLINE F amax_of(const F* column) {
+  F most = magnitude(column[0]);
+  for (int e = 1; e < kGroup; ++e) most = larger(most, magnitude(column[e]));
+  return most;
+}
+
+KVTIER_INLINE Rounded quantized(F x, const Scales& scales) {
+  return round_e2m1(smaller(magnitude(x) * scales.inverses, all(6.0f)));
+}
+
+// Calls work(x, data, scales) for kLanes groups at a time; the last call may see zeros behind the input and write to memory
+// of its own, of which what is wanted is copied. A group takes `bytes` of data and `codes` of scales.
+template <int bytes, int codes, class Work>
+KVTIER_INLINE void each_batch(const uint16_t* x, int64_t groups, uint8_t* data, uint8_t* scales, Work&& work) {
+  int64_t g = 0;
+  for (; g + kLanes <= groups; g += kLanes) work(g, x + g * kGroup, data + g * bytes, scales + g * codes);
+  if (g == groups) return;
+  uint16_t rest[kGroup * kLanes] = {};
+  uint8_t rest_data[bytes * kLanes], rest_scales[codes * kLanes];
+  const size_t count = size_t(groups - g);
+  __builtin_memcpy(rest, x + g * kGroup, count * kGroup * 2);
+  work(g, rest, rest_data, rest_scales);
+  __builtin_memcpy(data + g * bytes, rest_data, count * bytes);
+  __builtin_memcpy(scales + g * codes, rest_scales, count * codes);
+}
+
+template <DType coded>
+void encode_two(const uint16_t* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales, Soon& soon) {
+  each_batch<16, 2>(x, groups, data, scales, [&](int64_t, const uint16_t* at, uint8_t* to, uint8_t* codes) {
+    fetch(soon, kLanes * kGroup * 2);
+    F column[kGroup], sums[kGroup];
+    load_columns<coded>(at, column);
+    const Scales first = scales_of(amax_of(column), global_scale);
+    for (int e = 0; e < kGroup; ++e) sums[e] = quantized(column[e], first).sum;
+    const Nibbles main = nibbles_of(sums, column);
+    for (int e = 0; e < kGroup; ++e)
+      column[e] = column[e] - with_sign_of(quantized(column[e], first).magnitude() * first.steps, column[e]);
+    const Scales second = scales_of(amax_of(column), global_scale);
+    for (int e = 0; e < kGroup; ++e) sums[e] = quantized(column[e], second).sum;
+    const Nibbles rest = nibbles_of(sums, column);
+    uint32_t words[4][kLanes], both[kLanes];
+    write(words[0], main.low), write(words[1], main.high), write(words[2], rest.low), write(words[3], rest.high);
+    write(both, first.codes | second.codes << 8);
+    for (int i = 0; i < kLanes; ++i) {
+      for (int n = 0; n < 4; ++n) write(to + 16 * i + 4 * n, words[n][i]);
+      write(codes + 2 * i, uint16_t(both[i]));
+    }
+  });
+}
+
+// `columns` holds the means turned like the values, `pitch` of each: the mean that belongs to value e of group g of a row
+// is columns[e * pitch + g], and so on behind the row's end for as many groups as there are lanes.
+template <DType coded>
+void turn_means(const uint16_t* bits, int64_t row_groups, int64_t pitch, float* columns) {
+  for (int64_t g = 0; g < pitch; g += kLanes) {
+    uint16_t means[kGroup * kLanes];
+    for (int i = 0; i < kLanes; ++i) __builtin_memcpy(means + kGroup * i, bits + (g + i) % row_groups * kGroup, kGroup * 2);
+    F column[kGroup];
+    load_columns<coded>(means, column);
+    for (int e = 0; e < kGroup; ++e) store(columns + e * pitch + g, column[e]);
+  }
+}
+
+template <DType coded>
+void encode_offset(const uint16_t* x, const MeanColumns& mean, int64_t groups, float global_scale, uint8_t* data,
+                   uint8_t* scales, Soon& soon) {
+  each_batch<8, 1>(x, groups, data, scales, [&](int64_t g, const uint16_t* at, uint8_t* to, uint8_t* codes) {
+    fetch(soon, kLanes * kGroup * 2);
+    const float* means = mean.columns + g % mean.row_groups;
+    F value[kGroup], distance[kGroup], sums[kGroup], off_sums[kGroup], squares[kGroup];
+    load_columns<coded>(at, value);
+    for (int e = 0; e < kGroup; ++e) distance[e] = value[e] - load(means + e * mean.pitch);
+    const Scales plain = scales_of(amax_of(value), global_scale), off = scales_of(amax_of(distance), global_scale);
+    const auto tried = [&](const F* from, const Scales& by, F* to_sums) {
+      for (int e = 0; e < kGroup; ++e) {
+        const Rounded r = quantized(from[e], by);
+        to_sums[e] = r.sum;
+        // The square does not know the sign.
+        const F left = magnitude(from[e]) - r.magnitude() * by.steps;
+        squares[e] = left * left;
+      }
+      return sum_columns(squares);
+    };
+    const F error = tried(value, plain, sums), off_error = tried(distance, off, off_sums);
+    const Mask taken = less(off_error, error);
+    for (int e = 0; e < kGroup; ++e) {
+      sums[e] = pick(taken, off_sums[e], sums[e]);
+      value[e] = pick(taken, distance[e], value[e]);
+    }
+    const Nibbles n = nibbles_of(sums, value);
+    put_nibbles({pick(taken, positive_zeros(n.low), n.low), pick(taken, positive_zeros(n.high), n.high)}, to);
+    put_bytes(pick(taken, off.codes | all(0x80u), plain.codes), codes);
+  });
+}
+
+// Codes of kLanes neighbours in four rows, rows[r] of each, to nibbles at data + r * row_bytes.
+KVTIER_INLINE void put_row_nibbles(const W* rows, uint8_t* data, int64_t row_bytes) {
+#if defined(KVTIER_HAVE_AVX512)
+  for (int r = 0; r < 4; ++r) {
+    const __m512i pairs = _mm512_or_si512(__m512i(rows[r]), _mm512_srli_epi64(__m512i(rows[r]), 28));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(data + r * row_bytes), _mm512_cvtepi64_epi8(pairs));
+  }
+#elif defined(KVTIER_HAVE_AVX2)
+  const __m256i ab = _mm256_packus_epi32(__m256i(rows[0]), __m256i(rows[1]));
+  const __m256i cd = _mm256_packus_epi32(__m256i(rows[2]), __m256i(rows[3]));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_packus_epi16(ab, cd), _mm256_set1_epi16(0x1001));
+  const __m256i bytes = _mm256_packus_epi16(pairs, pairs);
+  const __m128i all_rows = _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  write(data, uint32_t(_mm_extract_epi32(all_rows, 0))), write(data + row_bytes, uint32_t(_mm_extract_epi32(all_rows, 1)));
+  write(data + 2 * row_bytes, uint32_t(_mm_extract_epi32(all_rows, 2)));
+  write(data + 3 * row_bytes, uint32_t(_mm_extract_epi32(all_rows, 3)));
+#else
+  for (int r = 0; r < 4; ++r)
+    for (int i = 0; i < kLanes / 2; ++i) data[r * row_bytes + i] = uint8_t(rows[r][2 * i] | rows[r][2 * i + 1] << 4);
+#endif
+}
+
+// 16 tokens, of which `rows` are valid; all 16 are written.
+template <DType coded>
+void encode_token(const uint16_t* x, int64_t rows, int64_t dim, float global_scale, uint8_t* data, uint8_t* scales,
+                  uint16_t* middles, Soon& soon) {
+  for (int64_t c = 0; c < dim; c += kLanes) {
+    fetch(soon, kLanes * kGroup * 2);
+    F value[kGroup];
+    F low = widened<coded>(x + c), high = low;
+    value[0] = low;
+    for (int r = 1; r < kGroup; ++r) {
+      // A row that is not valid repeats the first.
+      value[r] = widened<coded>(x + (r < rows ? r * dim : 0) + c);
+      low = smaller(low, value[r]), high = larger(high, value[r]);
+    }
+    put_rounded<coded>(low * all(0.5f) + high * all(0.5f) + all(0.0f), middles + c);
+    const F middle = widened<coded>(middles + c);
+    // Rounding keeps order, so the farthest values are the lowest and the highest.
+    const Scales by = scales_of(larger(magnitude(low - middle), magnitude(high - middle)), global_scale);
+    put_bytes(by.codes, scales + c);
+    for (int r = 0; r < kGroup; r += 4) {
+      W codes[4];
+      for (int i = 0; i < 4; ++i) {
+        const F distance = value[r + i] - middle;
+        const W size = W(quantized(distance, by).sum) & all(7u);
+        // The sign of what is not zero: 7 more than 1 to 7 has bit 3.
+        codes[i] = size | ((size + all(7u)) & (W(distance) >> 28) & all(kNibbleSign));
+        if (r + i >= rows) codes[i] = all(0u);
+      }
+      put_row_nibbles(codes, data + (r * dim + c) / 2, dim / 2);
+    }
+  }
+}
+
+KVTIER_INLINE bool any_above(F x, float limit) {
+#if defined(KVTIER_HAVE_AVX512)
+  return less(all(limit), x) != 0;
+#elif defined(KVTIER_HAVE_AVX2)
+  return _mm256_movemask_ps(__m256(less(all(limit), x))) != 0;
+#else
+  const W above = less(all(limit), x);
+  uint32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= above[i];
+  return any != 0;
+#endif
+}
+
+KVTIER_INLINE Rounded eighth(F x) { return round_e4m3(smaller(magnitude(x), all(448.0f))); }
+// The e4m3 code with its sign.
+KVTIER_INLINE W e4m3_codes(F x) { return merged<0x80u>(W(eighth(x).sum) & all(0xFFu), W(x) >> 24); }
+
+constexpr float kLargestE4m3 = 464.0f;
+
+// True if a value clipped.
+template <DType coded>
+bool encode_fp8(const uint16_t* x, int64_t values, uint8_t* data, Soon& soon) {
+  F most = all(0.0f);
+  for (int64_t at = 0; at < values; at += kGroup) {
+    fetch(soon, at % 32 ? 0 : 64);
+    for (int64_t i = at; i < at + kGroup; i += kLanes) {
+      const F value = widened<coded>(x + i);
+      most = larger(most, magnitude(value));
+      put_bytes(e4m3_codes(value), data + i);
+    }
+  }
+  return any_above(most, kLargestE4m3);
+}
+
+// Rows behind one another, whose flags begin with bit `first_flag`. `errors`: two floats per group, for the call.
+template <DType coded>
+bool encode_fp8_mean(const uint16_t* x, const MeanColumns& mean, int64_t rows, uint8_t* data, uint8_t* flags,
+                     int64_t first_flag, float* errors, Soon& soon) {
+  const int64_t row_groups = mean.row_groups, groups = rows * row_groups, dim = row_groups * kGroup;
+  float* off_errors = errors + groups + kLanes;
+  for (int64_t g = 0; g < groups; g += kLanes) {
+    fetch(soon, kLanes * kGroup * 2);
+    const float* means = mean.columns + g % row_groups;
+    F value[kGroup], squares[kGroup], off_squares[kGroup];
+    uint16_t rest[kGroup * kLanes] = {};
+    const uint16_t* at = x + g * kGroup;
+    if (g + kLanes > groups) __builtin_memcpy(rest, at, size_t((groups - g) * kGroup * 2)), at = rest;
+    load_columns<coded>(at, value);
+    for (int e = 0; e < kGroup; ++e) {
+      const F distance = value[e] - load(means + e * mean.pitch);
+      const F left = magnitude(value[e]) - eighth(value[e]).magnitude();
+      const F off_left = magnitude(distance) - eighth(distance).magnitude();
+      squares[e] = left * left, off_squares[e] = off_left * off_left;
+    }
+    store(errors + g, sum_columns(squares)), store(off_errors + g, sum_columns(off_squares));
+  }
+  F most = all(0.0f);
+  for (int64_t r = 0; r < rows; ++r, x += dim, data += dim) {
+    float error = 0.0f, off_error = 0.0f;
+    for (int64_t g = r * row_groups; g < (r + 1) * row_groups; ++g) error += errors[g], off_error += off_errors[g];
+    const bool centred = off_error < error;
+    const int64_t flag = first_flag + r;
+    if (centred) flags[flag / 8] |= uint8_t(1 << flag % 8);
+    const W taken = all(centred ? 0xFFFFFFFFu : 0u), minus_zero = all(0x80u) & taken;
+    for (int64_t at = 0; at < dim; at += kLanes) {
+      const F value = widened<coded>(x + at) - F(W(widened<coded>(mean.bits + at)) & taken);
+      most = larger(most, magnitude(value));
+      const W code = e4m3_codes(value);
+      put_bytes(code & ~(W(code == minus_zero) & taken), data + at);
+    }
+  }
+  return any_above(most, kLargestE4m3);
+}
+
+// Bits of the mean over `rows` rows: added row by row.
+template <DType coded>
+void mean(const uint16_t* x, int64_t rows, int64_t dim, uint16_t* bits) {
+  const F count = all(float(rows > 0 ? rows : 1));
+  int64_t c = 0;
+  const auto columns = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    for (; c + kWidth * kLanes <= dim; c += kWidth * kLanes) {
+      F sums[kWidth];
+      for (F& sum : sums) sum = all(0.0f);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int i = 0; i < kWidth; ++i) sums[i] = sums[i] + widened<coded>(x + r * dim + c + i * kLanes);
+      for (int i = 0; i < kWidth; ++i) put_rounded<coded>(sums[i] / count, bits + c + i * kLanes);
+    }
+  };
+  columns(std::integral_constant<int, 4>{});
+  columns(std::integral_constant<int, 1>{});
+}
