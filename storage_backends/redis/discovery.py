@@ -59,7 +59,7 @@ def ask_facts(address: Address, options: RedisOptions, timeout_s: float) -> Serv
             limit = int(client.config_get("proto-max-bulk-len").get("proto-max-bulk-len") or 0)
         except redis.ResponseError:  # managed servers and narrow users refuse CONFIG
             limit = 0
-    mode = RedisMode(info.get("redis_mode", "standalone"))
+    mode = RedisMode(info.get("redis_mode") or info.get("server_mode") or "standalone")  # the latter: Valkey
     return ServerFacts(
         version=str(info.get("valkey_version") or info.get("redis_version", "")),
         mode=mode,

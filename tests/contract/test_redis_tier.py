@@ -1,4 +1,4 @@
-"""The Redis tier passes the shipped suite against a real server, standalone, over a unix socket and over TLS-free TCP.
+"""The Redis tier passes the shipped suite against real servers, Redis 6 and newer and Valkey, over unix sockets and TCP.
 
 What that suite says of a space that the tier itself manages (exact LRU, a cap in bytes) is the server's business here.
 """
@@ -14,21 +14,26 @@ from kvtier.abc.tier import GetStatus, Tier
 from kvtier.storage_backends.redis.options import RedisOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.testing.pages import belongs, key_of
-from kvtier.testing.redis_servers import RedisServer, find_server
+from kvtier.testing.redis_servers import RedisServer, find_server, kinds
 from kvtier.testing.tiers import CAPACITY_BYTES, PAGE_BYTES, TierTests, get, put, resident
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no redis-server: apt-get install redis-server")
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
+@pytest.fixture(
+    scope="module",
+    params=[(kind, "unix") for kind in kinds("redis", "valkey", "redis-6")] + [(kinds("redis", "valkey")[0], "tcp")],
+    ids="-".join,
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    kind, transport = request.param
     folder = tmp_path_factory.mktemp("redis")
-    socket_path = folder / "r.sock" if request.param == "unix" else None
+    socket_path = folder / "r.sock" if transport == "unix" else None
     # Values longer than the suite's capacity are refused.
     server = RedisServer(
         folder, "--maxmemory", "200mb", "--maxmemory-policy", "allkeys-lru",
-        "--proto-max-bulk-len", str(CAPACITY_BYTES), socket_path=socket_path,
+        "--proto-max-bulk-len", str(CAPACITY_BYTES), socket_path=socket_path, kind=kind,
     )  # fmt: skip
     yield server
     server.stop()
