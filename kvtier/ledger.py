@@ -30,6 +30,7 @@ class MissReason(str, Enum):
     AFTER_GAP = "after_gap"  # it is here, but a page before it is not
     NO_ROOM = "no_room"  # the host tier had no evictable page to make room for it
     TIER_DOWN = "tier_down"  # the tier that has it failed to read it
+    DROPPED = "dropped"  # it was ready, and the request ended before it was loaded
     DECLINED = "declined"  # loading it would have taken longer than computing it again
     PARTIAL = "partial"  # a part of it is missing: a buffer, or the record's end
     NAMESPACE = "namespace"  # the same tokens are stored under another namespace: other weights, another form

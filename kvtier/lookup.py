@@ -17,15 +17,18 @@ class Lookup:
     """The pages of one request, in prefix order. Made by `TieredStore.lookup`, guarded by the store's lock.
 
     A page is pinned in the host tier (`pins[i]` is its slot's id), loading (its key is in `loading`), or missing
-    (`misses[i]`). `origins[i]` names the tier it was found in, where that is not the host tier.
+    (`misses[i]`). `origins[i]` names the tier it was found in, where that is not the host tier. sparse: each page is of
+    use by itself, one behind a gap too; otherwise only a prefix is.
     """
 
     __slots__ = (
-        "asked", "deadline", "held", "host", "keys", "loading", "misses", "origins", "pins", "request_id", "superseded",
+        "asked", "began", "deadline", "held", "host", "keys", "loading", "misses", "origins", "pins",
+        "promoted", "request_id", "sparse", "superseded",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, deadline_s: float, host: StagingTier) -> None:
+    def __init__(self, request_id: str, deadline_s: float, host: StagingTier, sparse: bool = False) -> None:
         self.request_id = request_id
+        self.sparse = sparse
         self.host = host
         self.keys: list[bytes] = []
         self.pins: list[int] = []
@@ -36,6 +39,8 @@ class Lookup:
         self.asked = time.monotonic()
         self.deadline = self.asked + deadline_s
         self.held = False
+        self.began = self.asked
+        self.promoted: Counter[str] = Counter()  # pages that came up for it, by tier
 
     @property
     def ready_pages(self) -> int:
@@ -48,17 +53,25 @@ class Lookup:
 
     @property
     def pending(self) -> bool:
-        """Whether a page that would extend the ready prefix is on its way, and in time."""
-        if not self.loading:
+        """Whether a page that would extend the ready prefix is on its way, and in time. Sparse: any page."""
+        if not self.loading or time.monotonic() >= self.deadline:
             return False
+        if self.sparse:
+            return True
         ready = self.ready_pages
-        return ready < len(self.keys) and self.keys[ready] in self.loading and time.monotonic() < self.deadline
+        return ready < len(self.keys) and self.keys[ready] in self.loading
 
     def ready_slots(self, pages: int) -> list[Pin]:
         """Where the first `pages` pages lie, which must be ready."""
-        pins = self.pins[:pages]
-        if len(pins) != pages or UNPINNED in pins:
-            raise ValueError(f"{pages} pages asked of request {self.request_id!r}, {self.ready_pages} are ready")
+        return self.slots_of(range(pages))
+
+    def slots_of(self, pages: Sequence[int]) -> list[Pin]:
+        """Where pages, given by index, lie; they must be ready."""
+        have = len(self.pins)
+        pins = [self.pins[i] if i < have else UNPINNED for i in pages]
+        if UNPINNED in pins:
+            lost = [i for i, pin in zip(pages, pins, strict=True) if pin == UNPINNED]
+            raise ValueError(f"pages {lost} of request {self.request_id!r} are not ready, {self.ready_pages} are")
         return self.host.pinned_many(pins)
 
     def restored_from(self, pages: int) -> dict[str, int]:
@@ -66,18 +79,28 @@ class Lookup:
         below = Counter(tier for i, tier in self.origins.items() if i < pages)
         return {tier: n for tier, n in {self.host.name: pages - below.total(), **below}.items() if n}
 
+    def host_hits(self) -> list[bytes]:
+        """Keys of the ready pages that were in the host tier when they were asked for."""
+        pages = range(len(self.keys)) if self.sparse else range(self.ready_pages)
+        return [self.keys[i] for i in pages if i not in self.origins and self.pins[i] != UNPINNED]
+
     def tally(self) -> tuple[dict[str, int], Counter[MissReason]]:
         """Hits by tier and misses by reason: every page that was ever asked for, exactly once."""
         ready = self.ready_pages
         misses = Counter(self.superseded.values())
+        if self.sparse:
+            hits = Counter(self.origins.get(i, self.host.name) for i, pin in enumerate(self.pins) if pin != UNPINNED)
+        else:
+            hits = Counter(self.restored_from(ready))
         for i in range(ready, len(self.keys)):
             if self.pins[i] != UNPINNED:
-                misses[MissReason.AFTER_GAP] += 1
+                if not self.sparse:
+                    misses[MissReason.AFTER_GAP] += 1
             elif self.keys[i] in self.loading:
                 misses[MissReason.DEADLINE] += 1
             else:
                 misses[self.misses[i]] += 1
-        return self.restored_from(ready), misses
+        return dict(hits), misses
 
     def use(self, pages: int) -> list[int]:
         """The request starts with its first `pages` pages, which must be ready: the rest become misses for good.

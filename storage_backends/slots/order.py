@@ -105,8 +105,8 @@ class Order(ABC):
         self._rows.stamp[row], self._rows.lane[row] = self._clock, lane
         self._members[lane] += 1
 
-    def _next(self, lane: int) -> int:
-        """The row of a lane that goes first, -1 where none may go. It is not given again until a later gathering."""
+    def _next(self, lane: int, passed: set[int]) -> int:
+        """The row of a lane that goes first, those in `passed` left out, -1 where none may go."""
         if not self._members[lane]:
             return -1
         rows = self._rows
@@ -122,6 +122,7 @@ class Order(ABC):
                     and rows.state[row] == LIVE
                     and not rows.pin[row]
                     and not rows.keep[row]
+                    and row not in passed
                 ):
                     return row
         return -1
@@ -158,8 +159,10 @@ class LruOrder(Order):
         return np.where(stamps < 0, stamps + _DEMOTED, stamps)
 
     def victims(self) -> Iterator[int]:
+        passed: set[int] = set()
         for lane in range(len(self._members)):
-            while (row := self._next(lane)) >= 0:
+            while (row := self._next(lane, passed)) >= 0:
+                passed.add(row)
                 yield row
 
 
@@ -221,10 +224,10 @@ class S3FifoOrder(Order):
         while True:
             small_first = self._small_bytes[small // 2] >= self._small_capacity_bytes or not self._members[main]
             first, second = (small, main) if small_first else (main, small)
-            row = self._next(first)
+            row = self._next(first, passed)
             if row < 0:
-                row = self._next(second)
-            if row < 0 or row in passed:
+                row = self._next(second, passed)
+            if row < 0:
                 return -1
             if rows.lane[row] == small:
                 if rows.use[row] <= 1:

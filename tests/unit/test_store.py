@@ -12,7 +12,7 @@ import pytest
 from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Slot
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.keys import checksum
-from kvtier.lookup import Lookup
+from kvtier.lookup import UNPINNED, Lookup
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
@@ -165,7 +165,7 @@ def test_a_failed_page_in_the_middle_ends_the_prefix(
     lower.gate.set()
     assert store.wait(lookup) == 1
     store.flush(1.0)
-    store._promoter.drain(5.0)
+    store._promotions.drain(5.0)
     store.settle("r")
     assert ledger(store) == ({"nvme": 1}, {reason: 1, "after_gap": 1})
 
@@ -225,7 +225,7 @@ def test_a_lookup_without_a_load_is_evictable_after_its_lease(store: TieredStore
     time.sleep(0.25)
     assert isinstance(put(store, 60, wait_s=1.0), Slot)
     assert store.open_requests() == []
-    assert ledger(store) == ({"host": 12}, {})
+    assert ledger(store) == ({}, {"dropped": 12})
 
 
 def test_a_held_lookup_never_expires(store: TieredStore) -> None:
@@ -349,7 +349,7 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     store.close()
     assert time.perf_counter() - start < 2.0
     lower.gate.set()
-    assert ledger(store) == ({"host": 1}, {"absent": 1})
+    assert ledger(store) == ({}, {"absent": 1, "dropped": 1})
     with pytest.raises(ClosedError):
         store.lookup("r", keys(0))
     with pytest.raises(ClosedError):
@@ -435,3 +435,19 @@ def test_a_page_may_arrive_while_the_ready_prefix_is_measured(lower: DictTier) -
     assert lookup.pending
     assert lookup.ready_pages in (1, 2)
     store.close()
+
+
+def test_a_sparse_lookup_uses_pages_behind_a_gap(store: TieredStore) -> None:
+    put(store, 5)
+    push_out_of_host(store)
+    put(store, 0)
+    put(store, 3)
+    lookup = store.lookup("r", keys(0, 1, 2, 3, 4, 5, 6), sparse=True)
+    store.wait(lookup, 10.0)
+    assert not lookup.pending and [pin != UNPINNED for pin in lookup.pins] == [i in (0, 3, 5) for i in range(7)]
+    assert [bytes(store.host.view(slot)) for slot, _ in lookup.slots_of([3, 5])] == [page_bytes(3), page_bytes(5)]
+    with pytest.raises(ValueError, match=r"pages \[4\] of request 'r' are not ready"):
+        lookup.slots_of([3, 4])
+    store.give_back(lookup, [0])
+    store.settle("r")
+    assert ledger(store) == ({"host": 1, "nvme": 1}, {"absent": 4, "superseded": 1})

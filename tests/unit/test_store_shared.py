@@ -125,7 +125,7 @@ def test_pages_behind_a_gap_are_not_read(store: TieredStore, shared: SharedTier)
     shared.has(0, 6, 9)
     lookup = store.lookup("r", keys(0, 3, 6, 9))
     assert store.wait(lookup) == 1
-    store._asker.drain(5.0)
+    store._promotions.drain(5.0)
     assert shared.read == keys(0)
     store.settle("r")
     assert ledger(store) == ({"redis": 1}, {"absent": 1, "after_gap": 2})
@@ -178,7 +178,7 @@ def test_settling_before_the_answer_counts_once(store: TieredStore, shared: Shar
     store.lookup("r", keys(0, 3))
     store.settle("r")
     shared.asking.set()
-    assert store._asker.drain(5.0)
+    assert store._promotions.drain(5.0)
     assert ledger(store) == ({}, {"deadline": 2})
 
 

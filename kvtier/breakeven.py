@@ -1,0 +1,91 @@
+"""The break-even rule: pages whose load would take longer than computing them again are left where they are.
+
+Both sides are measured while serving: what a page costs that comes up from a tier, queueing included, and what its
+tokens cost to prefill. Medians of the latest samples stand for each; the rule says nothing until both have enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+_SAMPLES = 33
+_ENOUGH = 9
+_PROBE_EVERY = 32
+"""Of the requests that would be declined, one in so many loads all the same: a tier that got faster must be seen."""
+
+
+class _Median:
+    """Of the latest samples; None until there are enough."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self.value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self._samples.append(sample)
+        if len(self._samples) >= _ENOUGH:
+            self.value = median(self._samples)
+
+
+class BreakEven:
+    """All methods may be called from any thread. `prefill_s_per_token` is used instead of a measurement where given.
+    With `enabled` False nothing is ever declined."""
+
+    def __init__(self, tiers: Iterable[str], *, enabled: bool = True, prefill_s_per_token: float | None = None) -> None:
+        self.enabled = enabled
+        self._lock = threading.Lock()
+        self._loads = {tier: _Median() for tier in tiers}
+        self._decode = _Median()
+        self._prefill = _Median()
+        self._prefill_s_per_token = prefill_s_per_token
+        self._page_tokens = 0
+        self._turns = dict.fromkeys(self._loads, 0)
+
+    def page_holds(self, tokens: int) -> None:
+        """Pages of this store hold so many tokens."""
+        self._page_tokens = tokens
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of a prompt in that time, and nothing else."""
+        if tokens > 0 and seconds > 0:
+            with self._lock:
+                self._prefill.add(seconds / tokens)
+
+    def promoted(self, tier: str, pages: int, seconds: float) -> None:
+        """So many pages of one request came up from `tier` in that time, from its first lookup."""
+        if pages > 0:
+            with self._lock:
+                self._loads[tier].add(seconds / pages)
+
+    def decoded(self, pages: int, seconds: float) -> None:
+        """So many pages were brought from host memory into the engine's cache in that time."""
+        if pages > 0:
+            with self._lock:
+                self._decode.add(seconds / pages)
+
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """What a token costs to compute; None until that is known."""
+        return self._prefill_s_per_token if self._prefill_s_per_token is not None else self._prefill.value
+
+    def load_s_per_page(self, tier: str) -> float | None:
+        """What a page of `tier`, or of the host tier, costs to load; None until that is known."""
+        load, decode = self._loads.get(tier), self._decode.value
+        if load is None:
+            return decode
+        return None if load.value is None else load.value + (decode or 0.0)
+
+    def declines(self, tier: str) -> bool:
+        """Whether pages of `tier` (or of the host tier, by any other name) should be computed rather than loaded. Asked
+        once per request."""
+        if not self.enabled:
+            return False
+        token_s, page_s = self.prefill_s_per_token, self.load_s_per_page(tier)
+        if token_s is None or page_s is None or not self._page_tokens or page_s <= token_s * self._page_tokens:
+            return False
+        with self._lock:
+            turn = self._turns[tier] = self._turns.get(tier, 0) + 1
+        return turn % _PROBE_EVERY != 0

@@ -1,0 +1,78 @@
+"""Slots of the host tier for those who fill them, and the wait for room where all of it is in use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvtier.abc.tier import PutStatus, Slot, StagingTier
+
+_LOOK_AGAIN_S = 0.05
+
+
+class Room:
+    """make_evictable: asked to let pages become evictable, whenever there is no room; must not block."""
+
+    def __init__(self, host: StagingTier, make_evictable: Callable[[], None]) -> None:
+        self._host = host
+        self._make_evictable = make_evictable
+        self._changed = threading.Condition()
+        self._closed = False
+        self.filling = 0
+        """Slots reserved, and neither committed nor given back."""
+
+    def reserve(
+        self, keys: Sequence[bytes], nbytes: Sequence[int], wait_s: float, hope: Callable[[], bool] = lambda: True
+    ) -> list[Slot | PutStatus]:
+        """As `TieredStore.reserve`, but waits no longer than there is `hope` for room."""
+        answers = self._host.reserve_many(keys, nbytes)
+        give_up = time.monotonic() + wait_s
+        while not self._closed and any(a is PutStatus.FULL for a in answers):
+            self._make_evictable()
+            full = [i for i, a in enumerate(answers) if a is PutStatus.FULL]
+            for i, answer in zip(
+                full, self._host.reserve_many([keys[i] for i in full], [nbytes[i] for i in full]), strict=True
+            ):
+                answers[i] = answer
+            left = give_up - time.monotonic()
+            if left <= 0:
+                break
+            if any(a is PutStatus.FULL for a in answers):
+                if any(isinstance(a, Slot) for a in answers):
+                    break  # two writers that hold slots and wait for more would starve each other
+                if not hope():
+                    break
+                with self._changed:
+                    self._changed.wait(min(left, _LOOK_AGAIN_S))
+        with self._changed:
+            self.filling += sum(isinstance(a, Slot) for a in answers)
+        return answers
+
+    def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Give reserved slots back."""
+        self._host.abort_many(keys, slots)
+        with self._changed:
+            self.filling -= len(slots)
+            self._changed.notify_all()
+
+    def filled(self, slots: Sequence[Slot]) -> None:
+        """Let go of slots whose pages are committed."""
+        with self._changed:
+            self.filling -= len(slots)
+        self.unpin([slot.id for slot in slots])
+
+    def unpin(self, pins: Sequence[int]) -> None:
+        if pins:
+            self._host.unpin_many(pins)
+            self.freed()
+
+    def freed(self) -> None:
+        """Pages became evictable."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        self._closed = True
+        self.freed()

@@ -1,0 +1,247 @@
+"""What one lower tier is given: written through at once, or back when a page is about to leave host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.abc.tier import SLOT_ALIGN, PutItem, PutStatus, StagingTier, Tier
+from kvtier.errors import ClosedError
+from kvtier.ledger import Ledger
+from kvtier.placement import Admission, TierRules, Write
+from kvtier.workers import WorkerPool
+
+_BATCH = 16
+_GATHER = 256
+_CLEAN_SHARE = 32
+"""One part in so many of the host tier is kept free of pages that must be written back before they can make room."""
+_STUCK_S = 5.0
+_OFFERED_MAX = 65536
+
+
+class Spiller:
+    """Writes host pages to `tier`, in a thread of its own, so that nobody who stores a page waits for the tier.
+
+    A page that the tier is to have cannot be evicted from the host tier before it was offered, whatever became of the
+    offer: a tier that refuses pages costs those pages, not the host tier. freed: called when pages became evictable.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        bit: int,
+        rules: TierRules,
+        host: StagingTier,
+        ledger: Ledger,
+        freed: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.tier = tier
+        self.bit = bit
+        self.rules = rules
+        self._host = host
+        self._ledger = ledger
+        self._freed = freed
+        self._limit_bytes = 0
+        self._lock = threading.Lock()
+        self._queued = False  # a turn of writing back
+        self._wanted = False  # room, although less than the limit must be written
+        self._stopped = False
+        self._offered: dict[bytes, None] = {}
+        self._busy_since = 0.0
+        self._pool = WorkerPool(f"kvtier-spill-{tier.name}", 1, on_error)
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether pages are for this tier as soon as they are stored."""
+        return self.rules.write is not Write.NONE and self.rules.admit is Admission.ALWAYS
+
+    @property
+    def takes_used(self) -> bool:
+        """Whether pages are for this tier once they were used again."""
+        return self.rules.write is not Write.NONE and self.rules.admit is Admission.SECOND_USE
+
+    @property
+    def fills_from_below(self) -> bool:
+        """Whether pages that came up from a tier below this one are for it, too: nearer than where they came from."""
+        return self.rules.write is not Write.NONE and not self.tier.capabilities.shared
+
+    @property
+    def idle(self) -> bool:
+        return self._pool.idle
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """Pages were stored in the host tier, where they wait for this tier."""
+        if not keys or self.rules.write is Write.NONE:
+            return
+        if self.rules.write is Write.BACK:
+            if self._host.unwritten_bytes > self._limit():
+                self._write_some_back()
+        elif not self._pool.submit(partial(self._write, list(keys))):
+            self._let_go(keys)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Pages were loaded from the host tier."""
+        if not keys:
+            return
+        if self.takes_used:
+            self._pool.submit(partial(self._admit, list(keys)))
+        if self.rules.write is Write.THROUGH and self.rules.refresh:
+            self._pool.submit(partial(self._refresh, list(keys)))
+
+    def make_room(self) -> None:
+        """Pages in the host tier should become evictable: it is full. Never blocks."""
+        if self.rules.write is Write.BACK:
+            with self._lock:
+                self._wanted = True
+            self._write_some_back()
+        if self._busy_since and time.monotonic() - self._busy_since > _STUCK_S:
+            self._give_up()
+
+    def evicted_below(self, keys: Sequence[bytes]) -> None:
+        """The tier has these pages no more."""
+        self._forget_offers(keys)
+        if self.rules.write is Write.BACK:
+            self._host.expect_writing(keys, self.bit)
+
+    def evicted_above(self, keys: Sequence[bytes]) -> None:
+        """The host tier has these pages no more: the copy here is the only one now."""
+        if self.rules.write is Write.BACK:
+            self.tier.touch_many(keys)
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """The host tier has these pages, too, now."""
+        if self.rules.write is Write.BACK:
+            self.tier.demote_many(keys)
+
+    def forget(self, keys: Sequence[bytes], done: Callable[[], None]) -> None:
+        """Delete pages, behind everything that was queued, then call `done`."""
+
+        def delete() -> None:
+            try:
+                self.tier.delete_many(keys)
+            finally:
+                done()
+
+        self._forget_offers(keys)
+        if not self._pool.submit(delete):
+            done()
+
+    def flush(self) -> None:
+        """Queue the writing of everything that the tier is to have and has not."""
+        if self.rules.write is Write.BACK:
+            self._pool.submit(partial(self._write_back, everything=True))
+
+    def drain(self, timeout_s: float | None) -> bool:
+        return self._pool.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Take nothing more; what is queued may go on for `timeout_s`."""
+        ended = self._pool.close(timeout_s)
+        self._stopped = True
+        return ended
+
+    def _ended(self) -> bool:
+        return self._stopped
+
+    def _limit(self) -> int:
+        if not self._limit_bytes:
+            capacity = self._host.usage().capacity_bytes
+            self._limit_bytes = capacity - max(capacity // _CLEAN_SHARE, SLOT_ALIGN)
+        return self._limit_bytes
+
+    def _write_some_back(self) -> None:
+        with self._lock:
+            if self._queued:
+                return
+            self._queued = True
+        if not self._pool.submit(self._turn):
+            self._give_up()
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._queued = False
+        self._write_back(everything=False)
+
+    def _write_back(self, *, everything: bool) -> None:
+        while not self._ended():
+            with self._lock:
+                wanted, self._wanted = self._wanted, False
+            if not (everything or wanted or self._host.unwritten_bytes > self._limit()):
+                return
+            # On a close there may not be time for all: what was used last is written first.
+            keys = self._host.unwritten(self.bit, _GATHER, last_first=everything)
+            if not keys:
+                return
+            for at in range(0, len(keys), _BATCH):
+                self._write(keys[at : at + _BATCH])
+                if self._ended() or not (everything or self._host.unwritten_bytes > self._limit()):
+                    break
+
+    def _admit(self, keys: list[bytes]) -> None:
+        with self._lock:
+            new = [key for key in keys if key not in self._offered]
+            self._offered.update(dict.fromkeys(new))
+            while len(self._offered) > _OFFERED_MAX:
+                del self._offered[next(iter(self._offered))]
+        if not new:
+            return
+        if not self.tier.capabilities.shared:
+            there = self.tier.contains_many(new)
+            new = [key for key, has in zip(new, there, strict=True) if not has]
+        self._host.expect_writing(new, self.bit)
+        if self.rules.write is Write.BACK:
+            self._write_back(everything=False)
+        else:
+            self._write(new)
+
+    def _forget_offers(self, keys: Sequence[bytes]) -> None:
+        if self._offered:
+            with self._lock:
+                for key in keys:
+                    self._offered.pop(key, None)
+
+    def _refresh(self, keys: list[bytes]) -> None:
+        self.tier.touch_many(keys)
+
+    def _write(self, keys: list[bytes]) -> None:
+        """Offer pages that are in the host tier; what left it meanwhile was deleted."""
+        try:
+            found = [(key, pin) for key, pin in zip(keys, self._host.hold_many(keys), strict=True) if pin >= 0]
+        except ClosedError:  # the store could wait no longer
+            return
+        if not found:
+            return
+        pins = [pin for _, pin in found]
+        self._busy_since = start = time.monotonic()
+        try:
+            puts = [
+                PutItem(key, meta, self._host.view(slot)[: meta.nbytes], padded=True)
+                for (key, _), (slot, meta) in zip(found, self._host.pinned_many(pins), strict=True)
+            ]
+            statuses = self.tier.put_many(puts)
+            self._ledger.time_tier(self.tier.name, "put", time.monotonic() - start)
+            self._ledger.spilled(self.tier.name, statuses)
+        finally:
+            self._busy_since = 0.0
+            self._host.written(pins, self.bit)
+            self._host.unpin_many(pins)
+            self._freed()
+
+    def _let_go(self, keys: Sequence[bytes]) -> None:
+        """Pages are not offered after all."""
+        pins = [pin for pin in self._host.hold_many(keys) if pin >= 0]
+        self._host.written(pins, self.bit)
+        self._host.unpin_many(pins)
+        self._freed()
+
+    def _give_up(self) -> None:
+        """The tier hangs: pages that wait for it would fill the host tier for as long as it does."""
+        try:
+            while keys := self._host.unwritten(self.bit, _GATHER):
+                self._let_go(keys)
+                self._ledger.spilled(self.tier.name, [PutStatus.DEADLINE] * len(keys))
+        except ClosedError:
+            return
