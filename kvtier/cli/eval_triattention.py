@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtier.compression.triattention import Calibration
 
 METHODS = ("triattention", "random", "recent_window", "attention")
+JSON_KEYS = ("method", "budget", "nll", "key_nll", "kv_bytes", "decode_tok_per_s", "batch")
 _PROMPT_TOKENS = 32
 
 
@@ -31,7 +32,8 @@ _PROMPT_TOKENS = 32
 class Record:
     """One line of the result. Quality and speed do not depend on each other: a field that was not measured for this
     method and batch is None. nll: of held-out text; nll_generated: of text that the model wrote; key_nll: of pass
-    keys; all in nats per token. kv_bytes: the most that one sequence holds. decode_tok_per_s: of the whole batch."""
+    keys; all in nats per token. kv_bytes: the most that one sequence holds. decode_tok_per_s: of the whole batch; a
+    batch without it does not fit the pool. nll_generated and note are in the table only."""
 
     method: str
     budget: int | None
@@ -98,7 +100,7 @@ def evaluate(
     if plot is not None:
         _plot(records, plot)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(record) for record in records]) + "\n")
+        sys.stdout.write(json.dumps([{key: getattr(record, key) for key in JSON_KEYS} for record in records]) + "\n")
     else:
         _table(records)
 

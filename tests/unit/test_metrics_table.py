@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from kvtier.abc.tier import TierUsage
+from kvtier.compression import EvictionMetrics
 from kvtier.ledger import Ledger, MissReason, OffloadOutcome
 
 TEXT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -23,6 +24,7 @@ def test_names_types_and_labels() -> None:
             set(re.findall(r"`(\w+)`", labels)),
         )
     ledger = Ledger(["host", "nvme"])
+    EvictionMetrics(["triattention"], ledger.registry)
     ledger.sampled(0, "k", 0.1)
     ledger.watch("host", lambda: TierUsage(1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
     exposed = {
