@@ -1,11 +1,16 @@
 """One connection to a Redis server: requests gathered from the caller's buffers, pages received straight into them.
 
 Speaks RESP2 over a blocking socket. Deadlines are the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO), so that a page
-is received by few system calls. TLS sockets of Python can neither gather nor wait for all; there, parts go one by one.
+is received by few system calls. Pages are sent by reference: the kernel takes them from the caller's memory when the
+server's side reads them, so they must stay as they are until the reply is here. TLS sockets of Python can neither
+gather nor wait for all; there, parts go one by one.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import socket
 import ssl
 import struct
@@ -13,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvtier.kernels import _native
 from kvtier.storage_backends.redis.options import Address, RedisOptions
 
 _CONTROL_BYTES = 4096
@@ -20,6 +26,11 @@ _CONTROL_BYTES = 4096
 _PARTS_MAX = 512
 """Buffers per sendmsg; the kernel takes 1 024."""
 _TEXT_MAX = 64 << 20
+_REFERENCE_MIN_BYTES = 64 << 10
+"""Copying less than this is cheaper than handing over its pages."""
+_PIPE_BYTES = 1 << 20
+_NO_REFERENCES = (errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EMFILE, errno.ENFILE)
+"""What kernels, sandboxes and memory of devices say that cannot be sent by reference."""
 
 Buffer = bytes | bytearray | memoryview
 Reply = Any
@@ -55,6 +66,7 @@ class Connection:
         self._buffer = bytearray(_CONTROL_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._pipe: tuple[int, int] | None = None
         self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         try:
             self._socket = _connect(address, self._left())
@@ -71,6 +83,7 @@ class Connection:
         except (OSError, ssl.SSLError) as e:
             raise LostError(f"{address}: {e}") from e
         self._tls = isinstance(self._socket, ssl.SSLSocket)
+        self._references = not self._tls
         try:
             self._log_in(options, database)
         except BaseException:
@@ -83,6 +96,7 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+        self._close_pipe()
 
     def shut_down(self) -> None:
         """Make a call that is blocked in another thread fail."""
@@ -94,17 +108,27 @@ class Connection:
     # ---- sending
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send buffers as one stream, without copying them."""
+        """Send buffers as one stream, without copying them. Large ones, but for the last, must not change before the
+        reply to them is read."""
         if self._tls:
             for part in _joined_small(parts):
                 self._send_all(memoryview(part))
             return
+        start = 0
+        if self._references:
+            for at in range(len(parts) - 1):
+                if len(parts[at]) >= _REFERENCE_MIN_BYTES and self._references:
+                    self._gather(parts[start:at], more=True)
+                    start = at + self._send_pages(parts[at])
+        self._gather(parts[start:])
+
+    def _gather(self, parts: Sequence[Buffer], *, more: bool = False) -> None:
         waiting = [memoryview(p) for p in parts if len(p)]
         at = 0
         while at < len(waiting):
             self._arm(socket.SO_SNDTIMEO)
             try:
-                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX], (), socket.MSG_MORE if more else 0)
             except BlockingIOError:
                 raise DeadlineError("the server does not take what is sent") from None
             except OSError as e:
@@ -114,6 +138,31 @@ class Connection:
                 at += 1
             if sent:
                 waiting[at] = waiting[at][sent:]
+
+    def _send_pages(self, data: Buffer) -> bool:
+        """Send `data` by reference; False: nothing was sent, since that cannot be done here."""
+        self._arm(socket.SO_SNDTIMEO)
+        error = 0
+        try:
+            if self._pipe is None:
+                self._pipe = _pipe()
+            sent, error = _native.send_pages(self._socket.fileno(), *self._pipe, data, self._until)
+        except OSError as e:
+            sent, error = 0, e.errno or errno.ENOSYS
+        if not error:
+            return True
+        self._close_pipe()
+        if not sent and error in _NO_REFERENCES:
+            self._references = False
+            return False
+        if error == errno.EAGAIN:
+            raise DeadlineError("the server does not take what is sent")
+        raise LostError(f"sending: {os.strerror(error)}")
+
+    def _close_pipe(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        for end in pipe or ():
+            os.close(end)
 
     def _send_all(self, part: memoryview) -> None:
         while len(part):
@@ -253,6 +302,15 @@ class Connection:
             if reply.code in ("LOADING", "MASTERDOWN"):
                 raise LostError(str(reply))
             raise LoginError(f"{what} refused: {reply}")
+
+
+def _pipe() -> tuple[int, int]:
+    pipe = os.pipe()
+    try:
+        fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    except OSError:
+        return pipe  # the user has many pipes: it stays small, which costs calls only
+    return pipe
 
 
 def encode(args: Sequence[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""The Redis tier passes the shipped suite against real servers, Redis 6 and newer and Valkey, over unix sockets and TCP.
+"""The Redis tier passes the shipped suite against real servers: Redis 6 and newer, and Valkey; unix sockets and TCP.
 
 What that suite says of a space that the tier itself manages (exact LRU, a cap in bytes) is the server's business here.
 """
