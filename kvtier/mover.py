@@ -47,6 +47,8 @@ class Ticket(Generic[T]):
     def __init__(self) -> None:
         self._done = threading.Event()
         self._value: T | None = None
+        self._then: list[Callable[[T], object]] = []
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
         return self._done.is_set()
@@ -57,9 +59,21 @@ class Ticket(Generic[T]):
             raise TimeoutError(f"not finished within {timeout_s} s")
         return self._value  # type: ignore[return-value]  # set before the event is
 
+    def then(self, call: Callable[[T], object]) -> None:
+        """`call(result)` once it is there: in the thread that finishes the work, or at once. It must not raise."""
+        with self._lock:
+            if not self._done.is_set():
+                self._then.append(call)
+                return
+        call(self._value)  # type: ignore[arg-type]
+
     def finish(self, value: T) -> None:
-        self._value = value
-        self._done.set()
+        with self._lock:
+            self._value = value
+            self._done.set()
+            calls, self._then = self._then, []
+        for call in calls:
+            call(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,8 @@ class OnboardResult:
 class PageMover:
     """Binds a store to one engine's page geometry, namespace and codec. Thread-safe; close it before the store.
 
-    offload_wait_s: how long a worker waits for room in the host tier before it drops pages (counted).
+    offload_wait_s: how long a worker waits for room in the host tier, for all pages of one offload together, before it
+    drops the rest (counted). priority: of the pages (`PageMeta.priority`).
     """
 
     def __init__(
@@ -107,8 +122,9 @@ class PageMover:
         *,
         workers: int = 2,
         offload_wait_s: float = 5.0,
+        priority: int = 0,
     ) -> None:
-        if namespace.spec != spec.fingerprint.hex():
+        if namespace.spec not in ("", spec.fingerprint.hex()):
             raise SpecError("the namespace was made for another page geometry; build it from this PageSpec")
         if namespace.codec != policy_of(codec).encoded():
             raise SpecError(
@@ -129,6 +145,8 @@ class PageMover:
         self.layout(codec)  # a form that cannot hold such pages is refused here, not page by page
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
+        self._priority = priority
+        store.break_even.page_holds(spec.page_tokens)
         self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
@@ -185,9 +203,11 @@ class PageMover:
             below = self.store.known_below(keys)
             fresh = [i for i, known in enumerate(below) if not known]
             outcomes[OffloadOutcome.EXISTS] += len(keys) - len(fresh)
+            give_up = time.monotonic() + self._offload_wait_s
             for at in range(0, len(fresh), _BATCH_PAGES):
                 encode = self._encode_varying if self._codec.varies else self._encode
-                outcomes += encode(self._codec, pool, keys, page_hashes, ids, valid, fresh[at : at + _BATCH_PAGES])
+                batch = fresh[at : at + _BATCH_PAGES]
+                outcomes += encode(self._codec, pool, keys, page_hashes, ids, valid, batch, give_up)
         except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
             self._worker_error("offload", error)
         finally:
@@ -203,12 +223,12 @@ class PageMover:
         ids: npt.NDArray[np.int64],
         valid: npt.NDArray[np.int32],
         pages: list[int],
+        give_up: float,
         stored: OffloadOutcome = OffloadOutcome.STORED,
     ) -> Counter[OffloadOutcome]:
         levels = self._guard.levels if self._guard is not None and codec is self._codec else ()
         layout = self.layout(codec, levels)
         outcomes: Counter[OffloadOutcome] = Counter()
-        give_up = time.monotonic() + self._offload_wait_s
         while pages:
             wait_s = max(0.0, give_up - time.monotonic())
             answers = self.store.reserve([keys[i] for i in pages], [layout.cold_page_bytes] * len(pages), wait_s)
@@ -218,7 +238,7 @@ class PageMover:
             for why, group in refused.items():
                 if group and why is OffloadOutcome.STORED_RAW:
                     self._tell_refused(codec, origins[group[0]])
-                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, group, why)
+                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, group, give_up, why)
             again = []
             for i, answer in zip(pages, answers, strict=True):
                 if answer is PutStatus.FULL and slots:
@@ -268,8 +288,9 @@ class PageMover:
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
             form = codec.form | FINER if layout.levels else codec.form
+            nbytes = layout.cold_page_bytes
             metas = [
-                PageMeta(layout.cold_page_bytes, form, int(valid[i]), sums[i], self._fingerprint, origins[i])
+                PageMeta(nbytes, form, int(valid[i]), sums[i], self._fingerprint, origins[i], self._priority)
                 for i in good
             ]
             if refused:
@@ -322,11 +343,11 @@ class PageMover:
         ids: npt.NDArray[np.int64],
         valid: npt.NDArray[np.int32],
         pages: list[int],
+        give_up: float,
     ) -> Counter[OffloadOutcome]:
         """As `_encode`, for a form whose pages vary in size: a slot is reserved once the size is known."""
         layout = self.layout(codec)
         outcomes: Counter[OffloadOutcome] = Counter()
-        give_up = time.monotonic() + self._offload_wait_s
         scratch, start_at = np.empty(layout.cold_page_bytes, np.uint8), np.zeros(1, np.int64)
         for i in pages:
             start = time.perf_counter()
@@ -335,7 +356,7 @@ class PageMover:
             self._ledger.time_codec("encode", time.perf_counter() - start)
             nbytes = layout.cold_page_bytes if result.nbytes is None else int(result.nbytes[0])
             checksum = result.checksums[0].tobytes()
-            meta = PageMeta(nbytes, codec.form, int(valid[i]), checksum, self._fingerprint, origins[i])
+            meta = PageMeta(nbytes, codec.form, int(valid[i]), checksum, self._fingerprint, origins[i], self._priority)
             answer = self.store.reserve([keys[i]], [nbytes], max(0.0, give_up - time.monotonic()))[0]
             if isinstance(answer, PutStatus):
                 outcomes[_OUTCOME_OF[answer]] += 1
@@ -358,18 +379,19 @@ class PageMover:
         pool: HotPool,
         page_ids: Sequence[int] | npt.NDArray[np.int64],
         *,
-        skip: int = 0,
+        pages: Sequence[int] | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> Ticket[OnboardResult]:
-        """Queue the load of ready pages ``[skip, skip + len(page_ids))`` of `lookup` into pool pages `page_ids`;
-        returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page, then decodes layer
-        by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad is
-        quarantined and becomes a miss; nothing of the load may then be used."""
+        """Queue the load of ready pages of `lookup` into pool pages `page_ids`: of its first ones, or of those with the
+        indices `pages`; returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page,
+        then decodes layer by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad
+        is quarantined and becomes a miss; nothing of the load may then be used."""
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
-        pins = lookup.ready_slots(skip + len(page_ids))[skip:]
+        wanted = range(len(page_ids)) if pages is None else pages
+        pins = lookup.slots_of(wanted)
         ticket: Ticket[OnboardResult] = Ticket()
-        keys = lookup.keys[skip : skip + len(page_ids)]  # the request may ask for others by the time a worker is free
-        job = partial(self._onboard, ticket, lookup, keys, pins, skip, pool, page_ids, on_layer)
+        keys = [lookup.keys[i] for i in wanted]  # the request may ask for others by the time a worker is free
+        job = partial(self._onboard, ticket, lookup, keys, pins, wanted, pool, page_ids, on_layer)
         if not self._in.submit(job):
             ticket.finish(OnboardResult((), "closed"))
         return ticket
@@ -380,7 +402,7 @@ class PageMover:
         lookup: Lookup,
         keys: Sequence[bytes],
         pins: list[Pin],
-        skip: int,
+        pages: Sequence[int],
         pool: HotPool,
         page_ids: Sequence[int] | npt.NDArray[np.int64],
         on_layer: Callable[[int], None] | None,
@@ -392,7 +414,7 @@ class PageMover:
                 for i in bad:
                     self.store.fail(lookup, keys[i])
                 self._ledger.load_failed()
-                result = OnboardResult(tuple(skip + i for i in bad), "stored pages do not match their checksums")
+                result = OnboardResult(tuple(pages[i] for i in bad), "stored pages do not match their checksums")
                 return
             self._decode(pins, pool, np.asarray(page_ids, dtype=np.int64), on_layer)
             self._count_moved(Direction.ONBOARD, [meta for _, meta in pins])
@@ -444,7 +466,9 @@ class PageMover:
                 codec.decode(layout, pool, page_ids, valid, self.store.host.arena, offsets, buffers)
             if on_layer is not None:
                 on_layer(number)
-        self._ledger.time_codec("decode", time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._ledger.time_codec("decode", seconds)
+        self.store.break_even.decoded(len(pins), seconds)
 
     def _levels_of(self, slot: Slot, meta: PageMeta) -> tuple[int, ...]:
         """How much finer the buffers of a verified page are stored than its form says."""

@@ -24,6 +24,7 @@ from kvtier.abc.tier import (
 from kvtier.errors import SpecError
 from kvtier.keys import checksum
 from kvtier.storage_backends.host.arena import Arena
+from kvtier.storage_backends.host.budget import NodeBudget
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
 from kvtier.storage_backends.slots.extents import Region, slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
@@ -42,7 +43,7 @@ class HostTier(StagingTier):
 
     capacity_bytes: hard cap, rounded down to 4 KiB. pretouch: fault the memory in ahead of use. max_record_bytes:
     larger records are TOO_LARGE; by default the capacity. policy, ttl_s: what makes room, and pages that were not used
-    for this long are gone.
+    for this long are gone. budget: the share of a node's memory that this tier lives in; given back when it is closed.
     """
 
     capabilities = TierCapabilities(persistent=False, shared=False)
@@ -56,8 +57,10 @@ class HostTier(StagingTier):
         max_record_bytes: int | None = None,
         policy: str = "lru",
         ttl_s: float | None = None,
+        budget: NodeBudget | None = None,
     ) -> None:
         self.name = name
+        self._budget = budget
         self._capacity_bytes = check_capacity(name, capacity_bytes)
         order = order_of(policy)
         largest = check_max_record(name, max_record_bytes, self._capacity_bytes)
@@ -205,6 +208,8 @@ class HostTier(StagingTier):
         self._gate.close(_CLOSE_S)
         self._memory.close()
         self.arena = self._memory.bytes_
+        if self._budget is not None:
+            self._budget.close()
 
     # ---- inside
 
