@@ -61,6 +61,9 @@ class Xxh3:
     def update(self, buffer: Any) -> None: ...
     def digest(self) -> bytes: ...
 
+def update_all(buffer: Any, hashes: list[Xxh3]) -> None:
+    """Feed `buffer` to all `hashes`, but read it from memory once."""
+
 def receive(fd: int, out: Any, hashes: list[Xxh3], until: float) -> tuple[int, int]:
     """Fill `out` from a blocking socket and feed every piece to all `hashes`; (bytes received, errno). Fewer bytes
     with errno 0: the stream ended. The socket's SO_RCVTIMEO ends a wait, and the time `until` (`time.monotonic`) the

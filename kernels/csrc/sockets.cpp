@@ -52,6 +52,22 @@ void update(Xxh3& hash, nb::handle buffer) {
   hash.update(view.data(), view.size());
 }
 
+std::vector<Xxh3*> pointers(nb::list hashes) {
+  std::vector<Xxh3*> all;
+  for (nb::handle hash : hashes) all.push_back(nb::cast<Xxh3*>(hash));
+  return all;
+}
+
+void update_all(nb::handle buffer, nb::list hashes) {
+  const View view(buffer, PyBUF_SIMPLE);
+  const std::vector<Xxh3*> fed = pointers(hashes);
+  nb::gil_scoped_release nogil;
+  for (size_t at = 0; at < view.size(); at += kPieceBytes) {
+    const size_t left = view.size() - at;
+    for (Xxh3* hash : fed) hash->update(view.data() + at, left < kPieceBytes ? left : kPieceBytes);
+  }
+}
+
 nb::bytes digest(const Xxh3& hash) {
   uint8_t out[16];
   hash.digest(out);
@@ -61,15 +77,15 @@ nb::bytes digest(const Xxh3& hash) {
 // (bytes received, errno): errno 0 with fewer bytes than `out` has is the end of the stream.
 nb::tuple receive(int fd, nb::handle out, nb::list hashes, double until) {
   const View view(out, PyBUF_WRITABLE);
-  std::vector<Xxh3*> fed;
-  for (nb::handle hash : hashes) fed.push_back(nb::cast<Xxh3*>(hash));
+  const std::vector<Xxh3*> fed = pointers(hashes);
   size_t got = 0;
   int error = 0;
   {
     nb::gil_scoped_release nogil;
     while (got < view.size()) {
       const size_t left = view.size() - got;
-      const ssize_t n = recv(fd, view.data() + got, left < kPieceBytes ? left : kPieceBytes, MSG_WAITALL);
+      // What is there, not all of a piece: while it is hashed the peer sends on, and nobody sleeps.
+      const ssize_t n = recv(fd, view.data() + got, left < kPieceBytes ? left : kPieceBytes, 0);
       if (n < 0 && errno == EINTR) {
         check_signals();
         continue;
@@ -133,6 +149,7 @@ void bind_sockets(nb::module_& m) {
       .def(nb::init<uint64_t>(), "seed"_a = 0)
       .def("update", &update, "buffer"_a)
       .def("digest", &digest, "16 bytes, as xxh3_128 of all pieces; more may follow");
+  m.def("update_all", &update_all, "buffer"_a, "hashes"_a);
   m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
   m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "data"_a, "until"_a);
 }

@@ -210,14 +210,29 @@ class Connection:
             return ReplyError(line[1:].decode(errors="replace"))
         raise LostError(f"not a bulk reply: {line[:40]!r}")
 
-    def read_into(self, out: memoryview) -> None:
-        """Fill `out` with what comes next: first from the buffer, the rest straight from the socket."""
+    def read_into(self, out: memoryview, hashes: Sequence[_native.Xxh3] = ()) -> None:
+        """Fill `out` with what comes next: first from the buffer, the rest straight from the socket. `hashes` are fed
+        with all of it."""
         taken = min(len(out), self._end - self._start)
         if taken:
             out[:taken] = self._view[self._start : self._start + taken]
             self._start += taken
+            _native.update_all(out[:taken], list(hashes))
         while taken < len(out):
-            taken += self._receive(out[taken:])
+            piece = out[taken:]
+            if self._tls or not hashes:
+                got = self._receive(piece)
+                _native.update_all(piece[:got], list(hashes))
+            else:
+                self._arm(socket.SO_RCVTIMEO)
+                got, error = _native.receive(self._socket.fileno(), piece, list(hashes), self._until)
+                if error == errno.EAGAIN:
+                    raise DeadlineError("the server does not answer")
+                if error:
+                    raise LostError(f"receiving: {os.strerror(error)}")
+                if got < len(piece):
+                    raise LostError("the server closed the connection")
+            taken += got
 
     def skip(self, nbytes: int) -> None:
         """Throw away what comes next."""

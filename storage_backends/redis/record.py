@@ -12,10 +12,9 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, KEY_BYTES, PageMeta
 from kvtier.errors import KVTierError, SpecError
+from kvtier.kernels import _native
 from kvtier.keys import seed_of
 
 HEADER_BYTES = 96
@@ -58,7 +57,8 @@ class RecordHeader:
 
 def pack_header(key: bytes, meta: PageMeta, data: Any) -> bytes:
     """The 96 bytes that go before `data`, a buffer of ``meta.nbytes`` bytes, and ``meta.origin`` behind it. SpecError
-    where a field cannot be kept. Does not look at ``meta.checksum``: whoever packs a page must have verified it."""
+    where a field cannot be kept. RecordError where `data` does not match ``meta.checksum``: the record gets a checksum
+    of its own, which must not bless bytes that went bad before."""
     if len(key) != KEY_BYTES:
         raise SpecError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
     if len(meta.spec) != FINGERPRINT_BYTES:
@@ -68,15 +68,19 @@ def pack_header(key: bytes, meta: PageMeta, data: Any) -> bytes:
     if len(data) != meta.nbytes:
         raise SpecError(f"data has {len(data)} bytes, its meta says {meta.nbytes}")
     covered = _FIELDS.pack(MAGIC, VERSION, meta.form, meta.valid_tokens, len(meta.origin), meta.nbytes, meta.spec, key)
-    check = record_check(covered, key)
-    check.update(data)
+    check, page = record_check(covered, key), record_check(b"", key)
+    _native.update_all(data, [check, page])
+    if page.digest() != meta.checksum:
+        raise RecordError("the page does not match its checksum")
     check.update(meta.origin)
     return covered + check.digest() + _RESERVED
 
 
-def record_check(covered: bytes, key: bytes) -> xxhash.xxh3_128:
+def record_check(covered: bytes, key: bytes) -> _native.Xxh3:
     """The hash of a record whose payload is still to be fed: ``update`` with its bytes, then ``digest``."""
-    return xxhash.xxh3_128(covered, seed_of(key))
+    check = _native.Xxh3(seed_of(key))
+    check.update(covered)
+    return check
 
 
 def parse_header(raw: bytes, key: bytes, spec: bytes | None = None) -> RecordHeader:

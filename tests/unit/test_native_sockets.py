@@ -56,6 +56,16 @@ def test_pieces_hash_like_the_whole(isa: str, seed: int) -> None:
         _native.use_isa(usual)
 
 
+def test_several_hashes_of_one_buffer() -> None:
+    data = os.urandom(1_000_001)
+    hashes = [_native.Xxh3(seed) for seed in range(3)]
+    hashes[2].update(b"before")
+    _native.update_all(data, hashes)
+    _native.update_all(b"", hashes)
+    expected = [xxhash.xxh3_128_digest(b"before" * (seed == 2) + data, seed) for seed in range(3)]
+    assert [h.digest() for h in hashes] == expected
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 3 << 20])
 def test_what_is_received_is_hashed(pair: tuple[socket.socket, socket.socket], nbytes: int) -> None:
     ours, theirs = pair

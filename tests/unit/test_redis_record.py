@@ -92,6 +92,11 @@ def test_another_key_spec_or_length_is_found() -> None:
         parse_header(b"", KEY)
 
 
+def test_a_page_that_went_bad_gets_no_header() -> None:
+    with pytest.raises(RecordError, match="does not match its checksum"):
+        pack_header(KEY, META, PAGE[:-1] + b"?")
+
+
 @pytest.mark.parametrize(
     "meta",
     [
