@@ -74,9 +74,22 @@ class SchedulerCompression:
             self.pipeline.call("on_request_init", new)
             self.pipeline.call("on_prefill_chunk_end", [live], self.cache)
 
-    def released(self, req: Any) -> None:
-        """The request ended, was aborted, or was retracted: its rows are the allocator's again."""
-        live = getattr(req, _LIVE, None)
+    def ends(self, req: Any) -> None:
+        """The request has all its tokens, and its last step gets its round as every other: what is evicted depends on
+        the rows that were written, and on nothing else."""
+        live: LiveRequest | None = getattr(req, _LIVE, None)
+        if live is None:
+            return
+        written = req.kv.kv_committed_len - live.length
+        if written > 0:
+            self.cache.begin_step()
+            live.generated_tokens += written
+            live.length += written
+            self.pipeline.call("on_generation_step_end", [live], self.cache)
+
+    def forget(self, req: Any) -> None:
+        """The request ended, was aborted, or was retracted: its rows go back to the allocator."""
+        live: LiveRequest | None = getattr(req, _LIVE, None)
         if live is not None:
             delattr(req, _LIVE)
             self.cache.drop(live)
@@ -145,13 +158,18 @@ def positions(forward: Any, cls: Any, batch: Any, model_runner: Any, **kwargs: A
     if any(evicted):
         shift = torch.tensor(evicted, dtype=forward.positions.dtype).to(forward.positions.device)
         forward.positions = forward.positions + shift
+        if forward.mrope_positions is not None:
+            forward.mrope_positions = forward.mrope_positions + shift
 
 
-def released(_: None, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
-    """After ``release_kv_cache``, the one place at which a request gives its rows back."""
+def released(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """Before ``release_kv_cache``, the one place at which a request gives its rows back. checkpoint: the engine wants
+    to keep them in its prefix cache, which it never does for a retracted or an aborted request."""
     compression = attached(tree_cache)
     if compression is not None:
-        compression.guard(lambda: compression.released(req))
+        if checkpoint and req.finished():
+            compression.guard(lambda: compression.ends(req))
+        compression.guard(lambda: compression.forget(req))
 
 
 def retracted(_: None, req: Any) -> None:

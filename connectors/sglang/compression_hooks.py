@@ -63,7 +63,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
         ),
         Hook(
             "sglang.srt.mem_cache.common.release_kv_cache",
-            "AFTER",
+            "BEFORE",
             ("req", "tree_cache", "checkpoint"),
             compression.released,
         ),

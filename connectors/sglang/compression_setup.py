@@ -37,8 +37,7 @@ def scheduler_built(_: None, scheduler: Any, server_args: Any, port_args: Any) -
     options = resolve(os.environ[VARIABLE])
     args = resolving_view(server_args)
     refuse_excluded({e.option: getattr(args, e.option, None) for e in EXCLUDED}, EXCLUDED, asked=FLAG)
-    if not scheduler.is_generation:
-        raise EngineError(f"{FLAG}: this model generates no tokens; start it without")
+    _check_model(scheduler.model_config, args)
     parallel = _Parallel(scheduler)
     platform = platform_of(scheduler, parallel)
     _check_pool(scheduler.token_to_kv_pool_allocator.get_kvcache())
@@ -112,6 +111,19 @@ def platform_of(scheduler: Any, parallel: Any) -> Platform:
         recurrent=bool(scheduler.is_hybrid_ssm or "MAMBA" in components),
         context_tokens=int(config.context_len),
     )
+
+
+def _check_model(config: Any, args: Any) -> None:
+    for what, wrong in (
+        ("generates no tokens", not config.is_generation),
+        ("has an encoder", config.is_encoder_decoder),
+        (
+            "takes images or sound (without --language-model-only)",
+            config.is_multimodal and not args.language_model_only,
+        ),
+    ):
+        if wrong:
+            raise EngineError(f"{FLAG}: this model {what}, which is not supported; start it without that flag")
 
 
 def _check_pool(pool: Any) -> None:

@@ -101,13 +101,14 @@ class Driver:
         first: float | None = None
         answer: dict[str, Any] = {"rid": rid, "ids": []}
         manager = self.engine.tokenizer_manager
+        sampling = more.pop("sampling", {})
         if abort_after_s is not None:
             asyncio.get_running_loop().call_later(abort_after_s, manager.abort_request, rid)
         try:
             stream = await self.engine.async_generate(
                 input_ids=ids,
                 rid=rid,
-                sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+                sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
                 stream=True,
                 **more,
             )
@@ -119,6 +120,7 @@ class Driver:
                     "cached": meta["cached_tokens"],
                     "details": meta.get("cached_tokens_details"),
                     "finish": meta["finish_reason"],
+                    "logprobs": meta.get("output_token_logprobs"),
                 }
         except Exception as error:  # noqa: BLE001 - the test decides what should have happened
             answer["error"] = f"{type(error).__name__}: {error}"

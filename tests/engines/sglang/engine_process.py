@@ -34,7 +34,7 @@ class EngineProcess:
         **arguments: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
+        self.port = _free_ports(2)
         self.fail_next_load = folder / "fail-next-load"
         options: dict[str, Any] = {
             "model_path": str(model),
@@ -83,9 +83,10 @@ class EngineProcess:
             raise
         self.started_s = time.monotonic() - begin
 
-    def generate(self, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-        """Each request: rid, ids, and optionally tokens, abort_after_s, more (arguments of `generate`)."""
-        answers: list[dict[str, Any]] = self._do("generate", requests=list(requests))
+    def generate(self, *requests: dict[str, Any], limit_s: float = 120.0) -> list[dict[str, Any]]:
+        """Each request: rid, ids, and optionally tokens, abort_after_s, more (arguments of `generate`, and `sampling`,
+        further sampling parameters)."""
+        answers: list[dict[str, Any]] = self._do("generate", limit_s, requests=list(requests))
         return answers
 
     def one(self, rid: str, ids: list[int], **options: Any) -> dict[str, Any]:
@@ -103,9 +104,9 @@ class EngineProcess:
         ids: list[int] = self._do("text", text=text)
         return ids
 
-    def metrics(self) -> dict[str, float]:
-        """Samples of the scheduler's /metrics by name and labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+    def metrics(self, rank: int = 0) -> dict[str, float]:
+        """Samples of a rank's /metrics by name and labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + rank}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return {m[1]: float(m[2]) for line in lines if (m := re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)", line))}
 
@@ -147,12 +148,12 @@ class EngineProcess:
             if pipe is not None:
                 pipe.close()
 
-    def _do(self, command: str, **arguments: Any) -> Any:
+    def _do(self, command: str, limit_s: float = 120.0, **arguments: Any) -> Any:
         stdin: IO[str] | None = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps({"do": command, **arguments}) + "\n")
         stdin.flush()
-        return self._read(120.0)["answer"]
+        return self._read(limit_s)["answer"]
 
     def _read(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -177,8 +178,17 @@ def _running_in(group: int) -> list[str]:
     return names
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+def _free_ports(count: int) -> int:
+    """The first of `count` adjacent ports that are free: each rank has one."""
+    for _ in range(100):
+        with contextlib.ExitStack() as held:
+            try:
+                first = held.enter_context(socket.socket())
+                first.bind(("127.0.0.1", 0))
+                port: int = first.getsockname()[1]
+                for n in range(1, count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + n))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise AssertionError(f"no {count} adjacent ports are free")

@@ -205,11 +205,13 @@ def test_hooks_are_called_in_batches_at_their_points() -> None:
     ]
     assert decode((a, 7), (b, 8))[0] == ("on_generation_step_end", ["1.a 2 7", "0.b 1 8"])
     pipeline.calls.clear()
-    module.released(None, b, tree, checkpoint=True)
-    module.released(None, b, tree, checkpoint=True)  # nothing is known of it any more
-    assert pipeline.calls == [("on_request_finish", ["0.b 1 8"])]
+    # It ends with a row that no step has read any more.
+    b.finished, b.kv.kv_committed_len = lambda: True, 9
+    module.released(b, tree, checkpoint=True)
+    module.released(b, tree, checkpoint=True)  # nothing is known of it any more
+    assert pipeline.calls == [("on_generation_step_end", ["0.b 2 9"]), ("on_request_finish", ["0.b 2 9"])]
     # Retracted with 3 generated tokens, which are recomputed: it begins again with them.
-    module.released(None, a, tree, checkpoint=False)
+    module.released(a, tree, checkpoint=False)
     assert decode((a, 8))[0][1] == ["2.a 3 8"]
     assert not errors
 
@@ -237,7 +239,9 @@ def test_positions_are_logical_and_lengths_physical() -> None:
 
     def forward(decode: bool) -> Any:
         return SimpleNamespace(
-            forward_mode=SimpleNamespace(is_decode=lambda: decode), positions=torch.tensor([9, 20], dtype=torch.int64)
+            forward_mode=SimpleNamespace(is_decode=lambda: decode),
+            positions=torch.tensor([9, 20], dtype=torch.int64),
+            mrope_positions=torch.tensor([[9, 20]] * 3),
         )
 
     evicted = SimpleNamespace(kvtier_live=LiveRequest("a", 5, 30, 10))
@@ -246,4 +250,5 @@ def test_positions_are_logical_and_lengths_physical() -> None:
         ran = forward(decode)
         old = ran.positions
         module.positions(ran, None, batch, None)
+        assert ran.mrope_positions.tolist() == [positions] * 3
         assert ran.positions.tolist() == positions and old.tolist() == [9, 20]
