@@ -41,7 +41,8 @@ class Namespace:
 
     model: served name, never a local path. weights: hex fingerprint (`fingerprint_weights`). generation: empty, or
     16 random bytes as hex drawn at each in-place weight update. dtype: of the hot cache. spec: PageSpec fingerprint,
-    hex. shard: ``replicated``, or ``tp{rank}/{size}`` with the pipeline and context-parallel rank. pruning: empty for
+    hex; empty where pages of any geometry share the keys and the fingerprint in a page's record decides. shard:
+    ``replicated``, or ``tp{rank}/{size}`` with the pipeline and context-parallel rank. pruning: empty for
     plain KV; evicted or compacted KV is never plain KV.
     """
 
