@@ -1,7 +1,8 @@
 """``kvtier bench server``: what a byte costs the cache server beside redis-server, and our client beside redis-py.
 
-All over unix sockets, in one run. Unlike in the other benches, ``baseline`` is the peer's CPU seconds per GB, and
-``over_baseline`` ours over the peer's: 0.5 is half of the peer's work.
+In one run: the server over unix sockets, the clients over these and over TCP. Unlike in the other benches, ``baseline``
+is the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. "get among
+sets" is the 99th percentile of a GET while two writers keep setting values (``mb_per_s``), over that of an idle server.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.abc.tier import PageMeta, PutItem
+from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle, set_value
 from kvtier.errors import KVTierError, missing_extra
 from kvtier.keys import checksum
+from kvtier.storage_backends.redis.options import Address, RedisOptions
+from kvtier.testing.redis_servers import free_port
 
 BLOCK_BYTES = 1 << 20
 ROUNDS = 5
@@ -40,13 +44,16 @@ def run(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, ExitStack() as stack:
         folder = Path(name)
+        port = free_port()
         capacity = max(256 << 20, 4 * _KEYS * max(block_bytes))
         ours = stack.enter_context(_process(folder / "k.sock", _serve_command(folder / "k.sock", capacity)))
-        theirs = stack.enter_context(_process(folder / "r.sock", _redis_command(folder, folder / "r.sock")))
+        theirs = stack.enter_context(_process(folder / "r.sock", _redis_command(folder, folder / "r.sock", port)))
         for nbytes in block_bytes:
             count = max(1, batch_bytes // nbytes)
             rows += _server_rows(folder, ours, theirs, nbytes, count, rounds)
-            rows += _client_rows(folder / "r.sock", nbytes, count, rounds)
+            rows.append(_flood_row(folder / "k.sock", nbytes, rounds, max(20, 4 * count)))
+            for where in (Address(path=str(folder / "r.sock")), Address("127.0.0.1", port)):
+                rows += _client_rows(where, nbytes, count, rounds)
     return rows
 
 
@@ -70,55 +77,49 @@ def _server_rows(folder: Path, ours: int, theirs: int, nbytes: int, count: int, 
 
 def _set(connection: socket.socket, value: bytes, count: int) -> None:
     for n in range(count):
-        key = b"key%d" % (n % _KEYS)
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value))
-        connection.sendall(head)
-        connection.sendall(value)
-        connection.sendall(b"\r\n")
-        _expect(connection, b"+OK\r\n")
+        set_value(connection, b"key%d" % (n % _KEYS), value)
 
 
 def _get(connection: socket.socket, out: memoryview, count: int) -> None:
-    head = b"$%d\r\n" % len(out)
     for n in range(count):
-        key = b"key%d" % (n % _KEYS)
-        connection.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
-        _expect(connection, head)
-        at = 0
-        while at < len(out):
-            got = connection.recv_into(out[at:], 0, socket.MSG_WAITALL)
-            if not got:
-                raise KVTierError("the server closed the connection during the bench")
-            at += got
-        _expect(connection, b"\r\n")
+        get_value(connection, b"key%d" % (n % _KEYS), out)
 
 
-def _expect(connection: socket.socket, what: bytes) -> None:
-    got = connection.recv(len(what), socket.MSG_WAITALL)
-    if got != what:
-        raise KVTierError(f"a server answered {got!r} in the bench")
+def _flood_row(path: Path, nbytes: int, rounds: int, gets: int) -> Row:
+    runs = [measure(path, nbytes, gets) for _ in range(rounds)]
+    return {
+        "tier": "server",
+        "op": "get among sets",
+        "block_bytes": nbytes,
+        "concurrency": 1 + WRITERS,
+        "mb_per_s": round(statistics.median(run.written_bytes_per_s for run in runs) / 1e6, 1),
+        "idle_p99_ms": round(1e3 * statistics.median(run.idle_p99_s for run in runs), 3),
+        "p99_ms": round(1e3 * statistics.median(run.flood_p99_s for run in runs), 3),
+        "over_idle": round(median_over_idle(runs), 2),
+    }
 
 
 # ---- the client
 
 
-def _client_rows(path: Path, nbytes: int, count: int, rounds: int) -> list[Row]:
+def _client_rows(where: Address, nbytes: int, count: int, rounds: int) -> list[Row]:
     from kvtier.storage_backends.redis.connection import Connection
-    from kvtier.storage_backends.redis.options import Address, RedisOptions
     from kvtier.storage_backends.redis.tier import RedisTier
 
     try:
         redis = importlib.import_module("redis")
     except ImportError as e:
         raise missing_extra("redis", "redis") from e
-    options = RedisOptions.of(f"unix://{path}", timeout_s=60.0)
+    transport = "unix" if where.path else "tcp"
+    options = RedisOptions.of(f"unix://{where.path}" if where.path else f"redis://{where}", timeout_s=60.0)
     value, out = os.urandom(nbytes), memoryview(bytearray(nbytes))
     keys = [bytes([n]) * 32 for n in range(_KEYS)]
     metas = [PageMeta(nbytes, 1, 0, checksum(value, key), bytes(16)) for key in keys]
     outs = [memoryview(bytearray(nbytes)) for _ in range(8)]
-    connection = Connection(Address(path=str(path)), options, time.monotonic() + 3600, database=0)
+    connection = Connection(where, options, time.monotonic() + 3600, database=0)
     tier = RedisTier(options)
-    peer: Any = redis.Redis(unix_socket_path=str(path), protocol=2)
+    target = {"unix_socket_path": where.path} if where.path else {"host": where.host, "port": where.port}
+    peer: Any = redis.Redis(**target, protocol=2)
 
     def bare_set() -> None:
         for n in range(count):
@@ -158,10 +159,10 @@ def _client_rows(path: Path, nbytes: int, count: int, rounds: int) -> list[Row]:
     rows = []
     try:
         for name, op, own, other in (
-            ("client", "set", bare_set, peer_set),
-            ("client", "get", bare_get, peer_get),
-            ("redis", "put", tier_put, peer_set),
-            ("redis", "get", tier_get, peer_get),
+            (f"client-{transport}", "set", bare_set, peer_set),
+            (f"client-{transport}", "get", bare_get, peer_get),
+            (f"redis-{transport}", "put", tier_put, peer_set),
+            (f"redis-{transport}", "get", tier_get, peer_get),
         ):
             samples = []
             for _ in range(rounds):
@@ -223,10 +224,10 @@ def _serve_command(path: Path, capacity: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _redis_command(folder: Path, path: Path) -> list[str]:
+def _redis_command(folder: Path, path: Path, port: int = 0) -> list[str]:
     return [
-        "redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no",
-        "--dir", str(folder),
+        "redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path),
+        "--save", "", "--appendonly", "no", "--dir", str(folder),
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import subprocess
@@ -9,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.abc.tier import LENGTH_UNKNOWN, GetStatus, PutItem, PutStatus
+from kvtier.kernels import _native
 from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.storage_backends.redis.topology import slot_of
@@ -277,6 +280,43 @@ def test_connections_do_not_leak(server: RedisServer) -> None:
     assert open_files() <= descriptors + 3
     tier.close()
     assert tier.counters().open_connections == 0
+
+
+@pytest.mark.parametrize(
+    "error", [0, errno.EINVAL, errno.ENOSYS, errno.EFAULT], ids=["sent", "inval", "nosys", "fault"]
+)
+def test_large_pages_go_by_reference_where_that_can_be_done(
+    server: RedisServer, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    send_pages = _native.send_pages
+
+    def sometimes(*arguments: Any) -> tuple[int, int]:
+        calls.append(len(arguments[3]))
+        return (0, error) if error else send_pages(*arguments)
+
+    monkeypatch.setattr(_native, "send_pages", sometimes)
+    descriptors = open_files()
+    tier = RedisTier(RedisOptions.of(server.url, timeout_s=30.0, connections=1))
+    nbytes = (1 << 20) + 77
+    assert put(tier, range(4), nbytes) == [PutStatus.STORED] * 4
+    assert get(tier, range(4), nbytes) == [GetStatus.HIT] * 4
+    assert calls == [nbytes] * (1 if error else 4), "what failed once is not tried again"
+    tier.close()
+    assert open_files() == descriptors
+
+
+def test_a_frozen_server_does_not_hold_up_pages_sent_by_reference(server: RedisServer, tier: RedisTier) -> None:
+    assert put(tier, range(1)) == [PutStatus.STORED]
+    server.freeze()
+    try:
+        start = time.monotonic()
+        statuses = tier.put_many([item_of(key_of(n), 8 << 20) for n in range(9, 12)], 0.5)
+        assert PutStatus.STORED not in statuses and PutStatus.DEADLINE in statuses
+        assert time.monotonic() - start < 10.0
+    finally:
+        server.thaw()
+    wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", 30.0)
 
 
 # ---- protected
