@@ -11,9 +11,11 @@ from typing import Any, cast
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import RemovalListener, StagingTier, Tier
+from kvtier.breakeven import BreakEven
 from kvtier.codecs.registry import codec
-from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
+from kvtier.config import Config, HostTierConfig, LowerTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.errors import ConfigError
+from kvtier.placement import Admission, TierRules, Write
 from kvtier.spec import GROUP, PageSpec, Role
 from kvtier.store import TieredStore
 
@@ -21,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 TIERS = {
     "host": "kvtier.storage_backends.host.tier:HostTier",
-    "nvme": "kvtier.storage_backends.nvme.tier:NvmeTier",
+    "nvme": "kvtier.storage_backends.nvme.striped:open_nvme",
 }
 """Tier types by the name they have in the configuration. Adding a tier is a module and a line here."""
 
@@ -50,6 +52,17 @@ def open_store(
             promote_deadline_s=config.promote_deadline,
             lease_s=config.lease if ranks == 1 else None,
             on_removed=on_removed,
+            rules={
+                tier.type: TierRules(Write(tier.write), Admission(tier.admission), tier.refresh)
+                for tier in config.tiers
+                if isinstance(tier, LowerTierConfig)
+            },
+            # Measured by each rank for itself: several could come to different answers.
+            break_even=BreakEven(
+                [tier.name for tier in opened[1:]],
+                enabled=config.break_even and ranks == 1,
+                prefill_s_per_token=config.prefill_s_per_token,
+            ),
         )
         for tier_opened in opened:
             collector = getattr(tier_opened, "collector", None)
@@ -116,10 +129,24 @@ def _open_tier(config: HostTierConfig | NvmeTierConfig | RedisTierConfig, shard:
     module, _, name = TIERS[config.type].partition(":")
     make = cast(Callable[..., Tier], getattr(importlib.import_module(module), name))
     share = config.capacity // ranks
+    options: dict[str, Any] = {"policy": config.policy, "ttl_s": config.ttl}
     if isinstance(config, HostTierConfig):
-        return make(share)
-    options: dict[str, Any] = {"io_threads": config.io_threads}
-    return make(_rank_path(config.path, shard, rank), share, **options)
+        return _open_host(make, config, share, options)
+    options["io_threads"] = config.io_threads
+    return make([_rank_path(path, shard, rank) for path in config.path], share, **options)
+
+
+def _open_host(make: Callable[..., Tier], config: HostTierConfig, share: int, options: dict[str, Any]) -> Tier:
+    if config.budget is None:
+        return make(share, **options)
+    from kvtier.storage_backends.host.budget import NodeBudget
+
+    budget = NodeBudget(config.budget.path.expanduser(), config.budget.capacity, share)
+    try:
+        return make(budget.granted_bytes, budget=budget, **options)
+    except BaseException:
+        budget.close()
+        raise
 
 
 def _open_redis(config: RedisTierConfig) -> Tier:

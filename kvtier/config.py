@@ -61,6 +61,18 @@ def parse_directory(value: object) -> object:
     return value
 
 
+def parse_directories(value: object) -> object:
+    """One path, or a list of different ones."""
+    if not isinstance(value, (list, tuple)):
+        return parse_directories([value]) if isinstance(value, (str, Path)) else value
+    if not value:
+        raise ValueError("must name a directory, such as /var/lib/kvtier, or a list of them, one per device")
+    paths = [Path(p) if isinstance(p, (str, Path)) else p for p in map(parse_directory, value)]
+    if len(set(map(str, paths))) < len(paths):
+        raise ValueError("names a directory twice; name each one once, one per device")
+    return tuple(paths)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
@@ -140,23 +152,52 @@ CompressionConfig = Annotated[ColdPageConfig | TriAttentionConfig, Field(discrim
 _ALGORITHMS = ("quantization_for_cold_page", "triattention")
 
 
+EvictionPolicy = Literal["lru", "s3fifo"]
+Priority = Literal["low", "normal", "high"]
+PRIORITIES: dict[str, int] = {"low": -1, "normal": 0, "high": 1}
+"""As a tier knows them (`kvtier.abc.tier.PageMeta`)."""
+
+
+class BudgetConfig(_Block):
+    """Memory that the processes of a node share: `path` names a file, the same for all, `capacity` is their sum."""
+
+    path: Annotated[Path, Field(strict=False), BeforeValidator(parse_directory)]
+    capacity: Bytes
+
+
 class HostTierConfig(_Block):
-    """Pages in this process's memory. `capacity` is per node; a rank takes its share."""
+    """Pages in this process's memory. `capacity` is per node; a rank takes its share. ttl: of pages that nobody uses.
+    budget: takes that share out of one that other processes of the node take from as well."""
 
     type: Literal["host"]
     capacity: Bytes
+    policy: EvictionPolicy = "lru"
+    ttl: Seconds | None = None
+    budget: BudgetConfig | None = None
 
 
-class NvmeTierConfig(_Block):
-    """Pages in segment files in a directory of a local disk. `capacity` is per node; a rank takes its share."""
+class LowerTierConfig(_Block):
+    """What a tier behind host memory is given (`docs/tiers.md`). write: through, at once; back, when a page is about to
+    leave host memory; none. admission: always, or second_use. refresh: pages used in host memory stay longer here."""
+
+    write: Literal["through", "back", "none"] = "through"
+    admission: Literal["always", "second_use"] = "always"
+    refresh: bool = True
+
+
+class NvmeTierConfig(LowerTierConfig):
+    """Pages in segment files in a directory of a local disk, or in one of each of several disks: `path` is a list then.
+    `capacity` is per node, of all directories together, which hold equal shares; a rank takes its share."""
 
     type: Literal["nvme"]
-    path: Annotated[Path, Field(strict=False), BeforeValidator(parse_directory)]
+    path: Annotated[tuple[Path, ...], Field(strict=False), BeforeValidator(parse_directories)]
     capacity: Bytes
     io_threads: Annotated[int, Field(ge=1, le=64)] = 8
+    policy: EvictionPolicy = "lru"
+    ttl: Seconds | None = None
 
 
-class RedisTierConfig(_Block):
+class RedisTierConfig(LowerTierConfig):
     """Pages shared through Redis or Valkey (`docs/redis.md`). `capacity` is the server's own (its maxmemory).
 
     url: ``redis://``, ``rediss://`` (TLS) or ``unix://``, several hosts separated by commas, never with a password:
@@ -227,7 +268,9 @@ class Config(_Block):
 
     promote_deadline: how long a waiting request may be held for pages on their way up. lease: how long a page that was
     looked up and not loaded stays pinned. offload_wait: how long an offload worker waits for room in the host tier.
-    salt: separates tenants whose pages must never meet.
+    salt: separates tenants whose pages must never meet. priority: of this engine's pages where several share tiers;
+    low ones make room first. break_even: pages that are sooner computed than loaded are left where they are;
+    prefill_s_per_token is then taken as the cost of a prompt's token, instead of what the connector measures.
     """
 
     kv_cache_compression_config: tuple[CompressionConfig, ...] = Field(
@@ -241,6 +284,9 @@ class Config(_Block):
     offload_wait: Seconds = 5.0
     workers: Annotated[int, Field(ge=1, le=64)] = 2
     salt: str = ""
+    priority: Priority = "normal"
+    break_even: bool = True
+    prefill_s_per_token: Annotated[float, Field(gt=0, lt=60, strict=False)] | None = None
 
     @model_validator(mode="after")
     def _combination(self) -> Config:

@@ -6,6 +6,7 @@ segment size. A directory that holds anything else and no FORMAT is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.errors import ConfigError, TierPathError
+from kvtier.storage_backends.nvme.device import Device, write_all
 
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 _FORMAT, _FORMAT_NEW, _LOCK = "FORMAT", "FORMAT.new", "LOCK"
-_HARMLESS = {_FORMAT_NEW, _LOCK, "lost+found"}
+PROBE = "PROBE"
+_HARMLESS = {_FORMAT_NEW, _LOCK, PROBE, "lost+found"}
 
 
 class TierDirectory:
@@ -28,8 +31,16 @@ class TierDirectory:
     segment_bytes: size of the segment files; None takes the directory's own, or `default_segment_bytes` in a new one.
     """
 
-    def __init__(self, tier: str, path: Path, segment_bytes: int | None, default_segment_bytes: int) -> None:
+    def __init__(
+        self,
+        tier: str,
+        path: Path,
+        segment_bytes: int | None,
+        default_segment_bytes: int,
+        device: Device | None = None,
+    ) -> None:
         self._tier = tier
+        self._device = device or Device()
         self.path = path
         if segment_bytes is not None and (segment_bytes < SLOT_ALIGN or segment_bytes % SLOT_ALIGN):
             raise ConfigError(
@@ -40,6 +51,7 @@ class TierDirectory:
         try:
             self._make()
             self._lock = self._acquire()
+            self._device.unlink(self.path / PROBE)
             self.segment_bytes = self._agree(segment_bytes, default_segment_bytes)
         except (TierPathError, ConfigError):
             self.close()
@@ -76,7 +88,7 @@ class TierDirectory:
             _log.warning("%s belongs to another user: its permissions stay as they are", self.path)
 
     def _acquire(self) -> int:
-        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self._device.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -89,8 +101,8 @@ class TierDirectory:
         except BaseException:
             os.close(fd)
             raise
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        with contextlib.suppress(OSError):  # for people only: a full disk must not keep a tier closed
+            os.pwrite(fd, b"%-10d\n" % os.getpid(), 0)
         return fd
 
     def _agree(self, segment_bytes: int | None, default_segment_bytes: int) -> int:
@@ -119,10 +131,10 @@ class TierDirectory:
 
     def _write_format(self, segment_bytes: int) -> None:
         text = json.dumps({"kvtier_nvme_format": FORMAT_VERSION, "segment_bytes": segment_bytes}) + "\n"
-        fd = os.open(self.path / _FORMAT_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = self._device.open(self.path / _FORMAT_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            os.write(fd, text.encode())
-            os.fsync(fd)
+            write_all(self._device, fd, text.encode(), 0)
+            self._device.sync(fd)
         finally:
-            os.close(fd)
-        (self.path / _FORMAT_NEW).rename(self.path / _FORMAT)
+            self._device.close(fd)
+        self._device.rename(self.path / _FORMAT_NEW, self.path / _FORMAT)

@@ -7,30 +7,33 @@ grown well past its pages is rewritten beside the old one and renamed over it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvtier.storage_backends.nvme.device import Device, write_all
 from kvtier.storage_backends.nvme.records import Loaded, decode, encode_delete, encode_put, encode_puts, put_bytes
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
 
 _log = logging.getLogger(__name__)
 
 _COMPACT_SLACK_BYTES = 1 << 20
-_WRITE_BYTES = 1 << 20
 _REWRITE_PAGES = 1024
+_READ_BYTES = 64 << 20
 
 
 class IndexLog:
     """The log file, open for appending. `queue_*` are called under the tier's lock, `flush` and `compact` never."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: Device | None = None) -> None:
         self._path = path
+        self._device = device or Device()
         self._new = path.with_name(path.name + ".new")
-        self._new.unlink(missing_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._device.unlink(self._new)
+        self._fd = self._device.open(path, os.O_RDWR | os.O_CREAT)
         self._queue_lock = threading.Lock()
         self._queue: list[bytes] = []
         self._queued = 0
@@ -43,8 +46,8 @@ class IndexLog:
 
     def load(self) -> Loaded:
         """Replay the file and cut its torn tail off. Once, before anything else."""
-        loaded = decode(self._path.read_bytes())
-        os.ftruncate(self._fd, loaded.end)
+        loaded = decode(self._read())
+        self._device.truncate(self._fd, loaded.end)
         self.size_bytes = loaded.end
         self._compact_at = 2 * put_bytes(loaded.pages) + _COMPACT_SLACK_BYTES
         if loaded.damaged:
@@ -87,16 +90,16 @@ class IndexLog:
             self._beside = []
         fd, done = -1, False
         try:
-            fd = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd = self._device.open(self._new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             size = 0
             for start in range(0, len(pages), _REWRITE_PAGES):
                 if self._aborting:
                     return
-                size += _write_all(fd, encode_puts(pages, start, start + _REWRITE_PAGES), size)
-            os.fsync(fd)
+                size += write_all(self._device, fd, encode_puts(pages, start, start + _REWRITE_PAGES), size)
+            self._device.sync(fd)
             with self._write_lock:
-                size += _write_all(fd, b"".join(self._beside), size)
-                self._new.rename(self._path)
+                size += write_all(self._device, fd, b"".join(self._beside), size)
+                self._device.rename(self._new, self._path)
                 self._fd, fd = fd, self._fd
                 self.size_bytes = size
                 self._compact_at = 2 * size + _COMPACT_SLACK_BYTES
@@ -109,9 +112,10 @@ class IndexLog:
                 if not done:
                     self._compact_at = 2 * self.size_bytes
             if not done:
-                self._new.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it is removed when the tier is opened next
+                    self._device.unlink(self._new)
             if fd >= 0:
-                os.close(fd)
+                self._device.close(fd)
 
     def abort_compaction(self) -> None:
         self._aborting = True
@@ -123,7 +127,19 @@ class IndexLog:
                 self._flush()
             except OSError as error:
                 _log.warning("the end of %s could not be written: %s", self._path, error)
-            os.close(self._fd)
+            self._device.close(self._fd)
+
+    def _read(self) -> bytearray:
+        data = bytearray(os.fstat(self._fd).st_size)
+        view, done = memoryview(data), 0
+        while done < len(data):
+            n = self._device.read(self._fd, view[done : done + _READ_BYTES], done)
+            if n == 0:
+                break
+            done += n
+        del view
+        del data[done:]
+        return data
 
     def _append(self, record: bytes) -> None:
         with self._queue_lock:
@@ -136,22 +152,14 @@ class IndexLog:
             up_to = self._queued
         data = b"".join(records)
         try:
-            _write_all(self._fd, data, self.size_bytes)
+            write_all(self._device, self._fd, data, self.size_bytes)
         except OSError:
             with self._queue_lock:
                 self._queue = records + self._queue
             # Whole records of a part that was written must not come back after shorter ones overwrote the rest.
-            os.ftruncate(self._fd, self.size_bytes)
+            self._device.truncate(self._fd, self.size_bytes)
             raise
         self.size_bytes += len(data)
         self._written = up_to
         if self._beside is not None:
             self._beside.append(data)
-
-
-def _write_all(fd: int, data: bytes, at: int) -> int:
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done : done + _WRITE_BYTES], at + done)
-    return done

@@ -80,7 +80,7 @@ def encode_puts(pages: PageColumns, start: int, stop: int) -> bytes:
     return b"".join(parts)
 
 
-def decode(data: bytes) -> Loaded:
+def decode(data: bytes | bytearray) -> Loaded:
     """Replay a log. Bytes that are no good record are skipped up to the next one; a torn tail is left out."""
     starts, stops, puts, checks = _candidates(data)
     live: dict[bytes, int] = {}
@@ -93,7 +93,7 @@ def decode(data: bytes) -> Loaded:
             continue  # inside a good record; or none
         damaged += at != end
         end = stop
-        key = data[at + 16 : at + 48]
+        key = bytes(view[at + 16 : at + 48])
         live.pop(key, None)  # a page put again goes to the end
         if put:
             live[key] = i
@@ -102,7 +102,7 @@ def decode(data: bytes) -> Loaded:
 
 
 def _candidates(
-    data: bytes,
+    data: bytes | bytearray,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.uint32]]:
     """Where records may lie, going by magic, kind and length: start, end, whether it is a put, and its CRC."""
     raw = np.frombuffer(data, np.uint8)
@@ -117,7 +117,7 @@ def _candidates(
     return starts, stops[fit], kinds[fit] == PUT, words[starts // 4 + 1]
 
 
-def _gather(data: bytes, starts: npt.NDArray[np.int64]) -> PageColumns:
+def _gather(data: bytes | bytearray, starts: npt.NDArray[np.int64]) -> PageColumns:
     """The pages of the puts that begin at `starts`."""
     pages = np.empty(len(starts), PAGE)
     if not len(starts):
@@ -131,7 +131,8 @@ def _gather(data: bytes, starts: npt.NDArray[np.int64]) -> PageColumns:
     begins = starts[positions] + _RECORD.itemsize
     ends = begins + lengths[positions]
     origins = {
-        i: data[begin:end] for i, begin, end in zip(positions.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        i: bytes(data[begin:end])
+        for i, begin, end in zip(positions.tolist(), begins.tolist(), ends.tolist(), strict=True)
     }
     return PageColumns(pages, origins)
 

@@ -20,11 +20,12 @@ import numpy.typing as npt
 
 from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.errors import ConfigError, TierPathError
+from kvtier.storage_backends.nvme.device import Device
 from kvtier.storage_backends.slots.extents import Region
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT
 _FILES_MAX = 1 << 15
 _FILES_OF_OTHERS = 64
 _NAME = re.compile(r"segment-(\d{6})")
@@ -33,8 +34,11 @@ _NAME = re.compile(r"segment-(\d{6})")
 class SegmentFiles:
     """`found_bytes[i]` is the size of file i before this was opened, `direct` whether O_DIRECT is in use."""
 
-    def __init__(self, tier: str, directory: Path, capacity_bytes: int, segment_bytes: int) -> None:
+    def __init__(
+        self, tier: str, directory: Path, capacity_bytes: int, segment_bytes: int, device: Device | None = None
+    ) -> None:
         self.segment_bytes = segment_bytes
+        self._device = device or Device()
         self._directory = directory
         _check_files(tier, directory, capacity_bytes, segment_bytes)
         self._sizes = [
@@ -53,11 +57,11 @@ class SegmentFiles:
                 self._fds.append(self._open(i))
                 if i not in self._found:
                     made.append(i)
-                _preallocate(self._fds[i], size)
+                self._preallocate(self._fds[i], size)
         except OSError as error:
             self.close()
             for i in made:
-                self._path(i).unlink(missing_ok=True)
+                self._device.unlink(self._path(i))
             raise TierPathError(
                 f"{tier} tier: capacity = {capacity_bytes} bytes cannot be had in {str(directory)!r}: "
                 f"{error.strerror}; lower the capacity or free some space"
@@ -71,9 +75,9 @@ class SegmentFiles:
         """Cut files down to the capacity. To be called once nothing is kept behind it."""
         for i, path in self._found.items():
             if i >= len(self._sizes):
-                path.unlink(missing_ok=True)
+                self._device.unlink(path)
             elif self.found_bytes[i] > self._sizes[i]:
-                os.ftruncate(self._fds[i], self._sizes[i])
+                self._device.truncate(self._fds[i], self._sizes[i])
 
     def inside(
         self, offsets: npt.NDArray[np.int64], slot_bytes: npt.NDArray[np.int64], *, found: bool
@@ -96,7 +100,7 @@ class SegmentFiles:
         i, at = divmod(offset, self.segment_bytes)
         done = 0
         while done < len(into):
-            n = self._transfer(os.preadv, i, into[done:] if done else into, at + done)
+            n = self._transfer(self._device.read, i, into[done:] if done else into, at + done)
             if n == 0:
                 break
             done += n
@@ -107,25 +111,25 @@ class SegmentFiles:
         i, at = divmod(offset, self.segment_bytes)
         done = 0
         while done < len(data):
-            n = self._transfer(os.pwritev, i, data[done:] if done else data, at + done)
+            n = self._transfer(self._device.write, i, data[done:] if done else data, at + done)
             if n == 0:
                 raise OSError(errno.EIO, "nothing was written")
             done += n
 
     def close(self) -> None:
         for fd in [*self._fds, *self._retired]:
-            os.close(fd)
+            self._device.close(fd)
         self._fds, self._retired = [], []
 
-    def _transfer(self, call: Callable[[int, list[memoryview], int], int], i: int, buffer: memoryview, at: int) -> int:
+    def _transfer(self, call: Callable[[int, memoryview, int], int], i: int, buffer: memoryview, at: int) -> int:
         direct = self.direct
         try:
-            return call(self._fds[i], [buffer], at)
+            return call(self._fds[i], buffer, at)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
         self._use_page_cache()
-        return call(self._fds[i], [buffer], at)
+        return call(self._fds[i], buffer, at)
 
     def _use_page_cache(self) -> None:
         with self._switching:
@@ -135,19 +139,29 @@ class SegmentFiles:
             # Other threads may be using the old descriptors: they are closed at the end. The new ones are in place
             # before anybody is told that buffers need not be aligned.
             self._retired += self._fds
-            self._fds = [os.open(self._path(i), _FLAGS, 0o600) for i in range(len(self._sizes))]
+            self._fds = [self._device.open(self._path(i), _FLAGS) for i in range(len(self._sizes))]
             self.direct = False
 
     def _open(self, i: int) -> int:
         if self.direct:
             try:
-                return os.open(self._path(i), _FLAGS | os.O_DIRECT, 0o600)
+                return self._device.open(self._path(i), _FLAGS | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             _log.info("O_DIRECT is refused in %s: using the page cache", self._directory)
             self.direct = False
-        return os.open(self._path(i), _FLAGS, 0o600)
+        return self._device.open(self._path(i), _FLAGS)
+
+    def _preallocate(self, fd: int, size: int) -> None:
+        try:
+            self._device.preallocate(fd, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # A file system that cannot reserve: running out of space then shows at a write, as a failed put.
+            if os.fstat(fd).st_size < size:
+                self._device.truncate(fd, size)
 
     def _path(self, i: int) -> Path:
         return self._directory / f"segment-{i:06d}"
@@ -165,14 +179,3 @@ def _check_files(tier: str, directory: Path, capacity_bytes: int, segment_bytes:
             f"{segment_bytes}, takes {files} open files, {allowed} can be had; lower the capacity, raise the limit "
             "(ulimit -n), or name a new directory, whose files will be larger"
         )
-
-
-def _preallocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        # A file system that cannot reserve: running out of space then shows at a write, as a failed put.
-        if os.fstat(fd).st_size < size:
-            os.ftruncate(fd, size)

@@ -8,6 +8,7 @@ underneath, the answer is the right bytes or a counted miss.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -19,6 +20,8 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.abc.tier import (
+    LENGTH_UNKNOWN,
+    SLOT_ALIGN,
     GetResult,
     GetStatus,
     PageMeta,
@@ -33,8 +36,11 @@ from kvtier.abc.tier import (
 from kvtier.errors import ConfigError, SpecError, TierPathError
 from kvtier.keys import checksum
 from kvtier.storage_backends.nvme.aligned import BouncePool, extended, is_aligned
-from kvtier.storage_backends.nvme.directory import TierDirectory
+from kvtier.storage_backends.nvme.device import Device
+from kvtier.storage_backends.nvme.directory import PROBE, TierDirectory
+from kvtier.storage_backends.nvme.health import Health
 from kvtier.storage_backends.nvme.log import IndexLog
+from kvtier.storage_backends.nvme.metrics import NvmeCollector
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
 from kvtier.storage_backends.nvme.workers import Workers
@@ -42,6 +48,7 @@ from kvtier.storage_backends.slots.columns import Entry, PageColumns
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
 from kvtier.storage_backends.slots.extents import slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
+from kvtier.storage_backends.slots.order import order_of
 from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _log = logging.getLogger(__name__)
@@ -50,6 +57,8 @@ _CLOSE_S = 1.5
 _SEGMENT_BYTES = 256 << 20
 _SEGMENTS_MAX = 256
 _CHUNK_MAX = 8
+_PROBE_BYTES = 64 << 10
+_UNREAD_MAX = 3
 
 T = TypeVar("T")
 
@@ -60,7 +69,8 @@ class NvmeTier(Tier):
     path: directory, made if missing, for this process alone. capacity_bytes: hard cap of page data; a directory that
     holds more loses what lies behind it at opening. segment_bytes: size of the files, default 256 MiB and up;
     fixed when the directory is made. io_threads: transfers in flight per direction. max_record_bytes: larger records
-    are TOO_LARGE; by default one segment.
+    are TOO_LARGE; by default one segment. policy, ttl_s: what makes room, and pages that were not used for this long
+    are gone; what a restart finds counts as used then.
     """
 
     capabilities = TierCapabilities(persistent=True, shared=False)
@@ -74,24 +84,30 @@ class NvmeTier(Tier):
         segment_bytes: int | None = None,
         io_threads: int = 8,
         max_record_bytes: int | None = None,
+        policy: str = "lru",
+        ttl_s: float | None = None,
+        device: Device | None = None,
+        retry_s: float = 0.25,
     ) -> None:
         self.name = name
+        self._device = device = device or Device()
         self._capacity_bytes = check_capacity(name, capacity_bytes)
         if io_threads < 1:
             raise ConfigError(f"{name} tier: io_threads = {io_threads} must be at least 1; 8 is the default")
+        order = order_of(policy)
         default = _SEGMENT_BYTES
         while default * _SEGMENTS_MAX < self._capacity_bytes:
             default *= 2
-        self._directory = TierDirectory(name, Path(path), segment_bytes, default)
+        self._directory = TierDirectory(name, Path(path), segment_bytes, default, device)
         try:
             segment = self._directory.segment_bytes
             largest = check_max_record(name, max_record_bytes, min(segment, self._capacity_bytes))
-            self._segments = SegmentFiles(name, self._directory.path, self._capacity_bytes, segment)
+            self._segments = SegmentFiles(name, self._directory.path, self._capacity_bytes, segment, device)
         except BaseException:
             self._directory.close()
             raise
         self.path = self._directory.path
-        self._table = SlotTable(self._segments.regions, largest)
+        self._table = SlotTable(self._segments.regions, largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
         self._bounce = BouncePool()
@@ -101,9 +117,11 @@ class NvmeTier(Tier):
         self._compactor: threading.Thread | None = None
         self._put_bytes = 0
         self._get_bytes = 0
-        self._reported: set[str] = set()
+        self._unread: dict[bytes, int] = {}  # how often the device failed to read a page
+        self.health = Health(name, self.path, self._probe, retry_s)
+        self.collector = NvmeCollector(name, lambda: [(str(self.path), self.health.state, self.health.counters())])
         try:
-            self._index = IndexLog(self.path / "index.log")
+            self._index = IndexLog(self.path / "index.log", device)
         except OSError as error:
             self._segments.close()
             self._directory.close()
@@ -113,10 +131,15 @@ class NvmeTier(Tier):
             ) from error
         try:
             self._recover()
-        except BaseException:
+        except BaseException as error:
             self._index.close()
             self._segments.close()
             self._directory.close()
+            if isinstance(error, OSError):
+                raise TierPathError(
+                    f"{name} tier: path = {str(path)!r}: its index.log cannot be read: {error.strerror}; see to the "
+                    "device, or name another directory"
+                ) from error
             raise
 
     # ---- tier
@@ -129,6 +152,9 @@ class NvmeTier(Tier):
                 raise SpecError(f"data has {len(item.data)} bytes, its meta says {item.meta.nbytes}")
         statuses = [PutStatus.FAILED] * len(items)
         with self._gate:
+            if not self.health.writable:
+                self.health.refused(len(items))
+                return statuses
             chunk = min(_CHUNK_MAX, max(1, len(items) // (2 * self._io_threads)))
             parts = [range(at, min(at + chunk, len(items))) for at in range(0, len(items), chunk)]
             self._writers.each(len(parts), lambda i: self._put(parts[i], items, statuses, until))
@@ -164,8 +190,17 @@ class NvmeTier(Tier):
         return results
 
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
+        """LENGTH_UNKNOWN for pages of a device that is out."""
         with self._gate, self._lock:
-            return self._table.lengths(keys)
+            lengths = self._table.lengths(keys)
+        if self.health.readable:
+            return lengths
+        return [LENGTH_UNKNOWN if n >= 0 else n for n in lengths]
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not in use of the capacity."""
+        return self._capacity_bytes - self._table.used_bytes
 
     def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
         with self._gate:
@@ -173,6 +208,18 @@ class NvmeTier(Tier):
             self._flush()
             self._compact_where_due()
             return removed
+
+    def touch_many(self, keys: Sequence[bytes]) -> None:
+        with self._gate, self._lock:
+            self._table.touch(keys)
+
+    def demote_many(self, keys: Sequence[bytes]) -> None:
+        with self._gate, self._lock:
+            self._table.demote(keys)
+
+    def protect_many(self, keys: Sequence[bytes], protected: bool) -> int:
+        with self._gate, self._lock:
+            return self._table.protect(keys, protected)
 
     def scan(self) -> Iterator[tuple[bytes, PageMeta]]:
         """Every page's key and description, the least recently used first: a snapshot of now."""
@@ -187,14 +234,22 @@ class NvmeTier(Tier):
             )
 
     def close(self) -> None:
+        self.close_within(_CLOSE_S)
+
+    def close_within(self, calls_s: float) -> None:
+        """`close`, waiting this long for calls under way."""
         if self._gate.closed:
             return
         self._index.abort_compaction()
-        if not self._gate.close(_CLOSE_S):
+        if not self._gate.close(calls_s):
             # The device hangs. Files and lock are left to the end of the process: a late write must not meet a
             # second owner of the directory.
             _log.warning("the %s tier was closed with transfers under way", self.name)
+            self.health.close(0.0)
+            self._readers.close(0.0)
+            self._writers.close(0.0)
             return
+        self.health.close(0.1)
         self._readers.close(0.1)
         self._writers.close(0.1)
         if self._compactor is not None:
@@ -208,6 +263,9 @@ class NvmeTier(Tier):
     def _put(self, part: range, items: Sequence[PutItem], statuses: list[PutStatus], until: float | None) -> None:
         """Put the items of `part`, one write each, and set their statuses."""
         if self._gate.closed:
+            return
+        if not self.health.writable:
+            self.health.refused(len(part))
             return
         if until is not None and time.monotonic() >= until:
             for i in part:
@@ -249,7 +307,7 @@ class NvmeTier(Tier):
         def publish() -> None:
             for i, slot in written:
                 if logged:
-                    self._table.publish(slot.id)
+                    self._table.publish(slot.id, items[i].meta.priority)
                     self._table.unpin([slot.id])
                     self._put_bytes += items[i].meta.nbytes
                     statuses[i] = PutStatus.STORED
@@ -259,22 +317,27 @@ class NvmeTier(Tier):
         self._locked(publish)
 
     def _write(self, item: PutItem, offset: int) -> bool:
+        try:
+            with self.health.transfer():
+                self._write_slot(item, offset)
+        except OSError as error:
+            self.health.write_failed("write", error)
+            return False
+        self.health.worked("write")
+        return True
+
+    def _write_slot(self, item: PutItem, offset: int) -> None:
         nbytes = item.meta.nbytes
         slot_bytes = slot_bytes_of(nbytes)
-        try:
-            if not self._segments.direct or (nbytes == slot_bytes and is_aligned(item.data)):
-                self._segments.write(offset, item.data)
-            elif item.padded and is_aligned(item.data):
-                self._segments.write(offset, extended(item.data, slot_bytes))
-            else:
-                with self._bounce.buffer(slot_bytes) as buffer:
-                    _copy(buffer, item.data)
-                    _zero(buffer[nbytes:])
-                    self._segments.write(offset, buffer)
-        except OSError as error:
-            self._report("write", error)
-            return False
-        return True
+        if not self._segments.direct or (nbytes == slot_bytes and is_aligned(item.data)):
+            self._segments.write(offset, item.data)
+        elif item.padded and is_aligned(item.data):
+            self._segments.write(offset, extended(item.data, slot_bytes))
+        else:
+            with self._bounce.buffer(slot_bytes) as buffer:
+                _copy(buffer, item.data)
+                _zero(buffer[nbytes:])
+                self._segments.write(offset, buffer)
 
     # ---- reading
 
@@ -282,20 +345,29 @@ class NvmeTier(Tier):
         if self._gate.closed or len(out) < meta.nbytes:
             # Closing; or replaced by a longer page since the caller asked for its length.
             return GetResult(GetStatus.FAILED)
+        if not self.health.readable:
+            return GetResult(GetStatus.FAILED)
         if until is not None and time.monotonic() >= until:
             return GetResult(GetStatus.DEADLINE)
         record = out[: meta.nbytes]
         try:
-            if self._read(slot.offset, out, meta.nbytes) and checksum(record, key) == meta.checksum:
+            with self.health.transfer():
+                whole = self._read(slot.offset, out, meta.nbytes)
+            if whole and checksum(record, key) == meta.checksum:
+                self.health.worked("read")
                 return GetResult(GetStatus.HIT, meta)
             # Once more, into memory that nobody else can touch, before a page is given up.
             with self._bounce.buffer(slot_bytes_of(meta.nbytes)) as buffer:
                 again = buffer[: meta.nbytes]
-                if self._segments.read(slot.offset, buffer) >= meta.nbytes and checksum(again, key) == meta.checksum:
+                with self.health.transfer():
+                    whole = self._segments.read(slot.offset, buffer) >= meta.nbytes
+                self.health.worked("read")
+                if whole and checksum(again, key) == meta.checksum:
                     _copy(record, again)
                     return GetResult(GetStatus.HIT, meta)
         except OSError as error:
-            self._report("read", error)
+            self.health.read_failed(error)
+            self._unread[key] = self._unread.get(key, 0) + 1
             return GetResult(GetStatus.FAILED)
         return GetResult(GetStatus.CORRUPT)
 
@@ -326,7 +398,8 @@ class NvmeTier(Tier):
                     continue
                 if result.status is GetStatus.HIT:
                     self._get_bytes += page[1].nbytes
-                elif result.status is GetStatus.CORRUPT and self._table.holds(key, page[0].id):
+                    self._unread.pop(key, None)
+                elif self._is_bad(key, result.status) and self._table.holds(key, page[0].id):
                     bad += self._table.remove(key, Removal.QUARANTINED)
             self._table.unpin([page[0].id for page in pages if page is not None])
 
@@ -334,6 +407,15 @@ class NvmeTier(Tier):
         if bad:
             _log.warning("the %s tier held %d bad pages; they were dropped", self.name, bad)
             self._flush()
+
+    def _is_bad(self, key: bytes, status: GetStatus) -> bool:
+        """Whether a page is to be given up: its bytes are wrong, or only they cannot be read, again and again."""
+        if status is GetStatus.CORRUPT:
+            return True
+        if status is not GetStatus.FAILED or self._unread.get(key, 0) < _UNREAD_MAX or not self.health.readable:
+            return False
+        del self._unread[key]
+        return True
 
     # ---- the log
 
@@ -351,12 +433,34 @@ class NvmeTier(Tier):
 
     def _flush(self) -> bool:
         """Whether everything queued so far is in the log."""
-        try:
-            self._index.flush(self._index.queued)
-        except OSError as error:
-            self._report("log", error)
+        if not self.health.writable:
             return False
+        try:
+            with self.health.transfer():
+                self._index.flush(self._index.queued)
+        except OSError as error:
+            self.health.write_failed("log", error)
+            return False
+        self.health.worked("log")
         return True
+
+    def _probe(self) -> None:
+        """Raise OSError where the device still fails: writes what waits for the log, and a file of its own that it
+        reads again; reads the first segment."""
+        self._index.flush(self._index.queued)
+        path = self.path / PROBE
+        fd = self._device.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            with self._bounce.buffer(_PROBE_BYTES) as buffer:
+                _zero(buffer)
+                if self._device.write(fd, buffer, 0) < _PROBE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._device.sync(fd)
+                self._device.read(fd, buffer, 0)
+                self._segments.read(0, buffer[:SLOT_ALIGN])
+        finally:
+            self._device.close(fd)
+            self._device.unlink(path)
 
     def _compact_where_due(self) -> None:
         if not self._index.wants_compaction:
@@ -381,19 +485,10 @@ class NvmeTier(Tier):
         self._table.count_lost(len(sorted_out.behind), Removal.EVICTED)
         for key in [*sorted_out.behind.keys(), *sorted_out.gone.keys()]:
             self._index.queue_delete(key)
-        self._index.flush(self._index.queued)
+        self._flush()  # on a full disk they wait: nothing is written to these slots before
         self._segments.trim()
         if sorted_out.gone:
             _log.warning("the %s tier's files lost %d pages since it was last open", self.name, len(sorted_out.gone))
-
-    def _report(self, what: str, error: OSError) -> None:
-        """One log line per kind of failure: the statuses count them."""
-        kind = f"{what}: {error.strerror}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            _log.warning(
-                "the %s tier in %s failed to %s (further ones are counted only)", self.name, self._directory.path, kind
-            )
 
 
 def _until(deadline_s: float | None) -> float | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from kvtier.abc.tier import Tier
 from kvtier.storage_backends.host.tier import HostTier
+from kvtier.storage_backends.nvme.striped import StripedNvmeTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import data_of
 from kvtier.testing.tiers import StagingTierTests, TierTests
@@ -51,3 +53,23 @@ class TestNvmeTierInSmallSegments(TestNvmeTier):
 
     def make_tier(self, directory: Path, capacity_bytes: int) -> NvmeTier:
         return NvmeTier(directory, capacity_bytes, segment_bytes=(1 << 20) + (64 << 10), io_threads=2)
+
+
+class TestStripedNvmeTier(TierTests):
+    """Two directories. What goes first is exact among the pages of one of them only: `tests/integration/
+    test_nvme_striped.py` has what these say of a whole tier."""
+
+    test_the_least_recently_used_page_goes_first = None  # type: ignore[assignment]
+    test_looking_does_not_refresh = None  # type: ignore[assignment]
+    test_the_listener_hears_of_every_removal = None  # type: ignore[assignment]
+    test_a_capacity_of_one_slot = None  # type: ignore[assignment]
+
+    def make_tier(self, directory: Path, capacity_bytes: int) -> StripedNvmeTier:
+        return StripedNvmeTier([directory / "a", directory / "b"], capacity_bytes, io_threads=2)
+
+    def flip_bit(self, tier: Tier, key: bytes, nbytes: int, bit: int) -> None:
+        assert isinstance(tier, StripedNvmeTier)
+        for path in tier.paths:
+            with contextlib.suppress(LookupError):
+                return flip_on_disk(path, key, nbytes, bit)
+        raise LookupError("the page's bytes are in no directory")

@@ -182,32 +182,6 @@ class FailingCall:
         return self.real(*args)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("call", ["pwritev", "pwrite"])
-def test_a_failing_write_is_a_failed_put_and_the_tier_goes_on(
-    tier: NvmeTier, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    failing = FailingCall(getattr(os, call), code)
-    monkeypatch.setattr(os, call, failing)
-    assert put(tier, 100, 3) == [PutStatus.FAILED] * 3
-    assert failing.calls
-    assert tier.contains_many([key_of(n) for n in range(100, 103)]) == [False] * 3
-    assert statuses(tier) == [GetStatus.HIT] * PAGES
-    tier.delete_many([key_of(0)])
-    check_counters(tier)
-    failing.failing = False
-    assert put(tier, 100, 3) == [PutStatus.STORED] * 3
-    usage = tier.usage()
-    assert usage.resident_pages == PAGES + 2 and usage.stored_pages == PAGES + 3
-    again = reopened(tier, lambda path: None)
-    try:
-        assert statuses(again, 100, 3) == [GetStatus.HIT] * 3
-        assert statuses(again) == [GetStatus.ABSENT] + [GetStatus.HIT] * (PAGES - 1)
-        check_counters(again)
-    finally:
-        again.close()
-
-
 def test_failing_puts_do_not_empty_a_full_tier(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tier, 100, 100)
     before = tier.usage().resident_pages

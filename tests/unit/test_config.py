@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.config import (
     HostTierConfig,
+    NvmeTierConfig,
     TriAttentionConfig,
     load_compression,
     load_config,
@@ -89,6 +90,10 @@ def test_a_block_of_methods_alone(tmp_path: Path) -> None:
         ({"tiers": [{"capacity": 5}]}, ["'tiers[0]'", "'type' is missing"]),
         ({"tiers": [HOST, {**NVME, "path": ""}]}, ["'tiers[1].path' = ''", "must name a directory"]),
         ({"tiers": [HOST, {**NVME, "path": "a\0b"}]}, ["tiers[1].path", "must name a directory"]),
+        ({"tiers": [HOST, {**NVME, "path": []}]}, ["'tiers[1].path' = []", "or a list of them"]),
+        ({"tiers": [HOST, {**NVME, "path": ["/a", ""]}]}, ["tiers[1].path", "must name a directory"]),
+        ({"tiers": [HOST, {**NVME, "path": ["/a", "/b", "/a"]}]}, ["tiers[1].path", "names a directory twice"]),
+        ({"tiers": [HOST, {**NVME, "path": [1]}]}, ["tiers[1].path[0]' = 1"]),
         ({"tiers": [HOST], "http": 5}, ["'http' = 5", "must be a mapping"]),
         ({"tiers": [HOST], "promote_deadline": float("inf")}, ["promote_deadline", "inf", "at most 3650d"]),
         ({"tiers": [HOST], "offload_wait": float("nan")}, ["offload_wait", "nan", "larger than 0"]),
@@ -168,6 +173,12 @@ def test_refusals_name_option_value_and_way_out(block: dict[str, Any], words: li
         parse_config(block)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_path_is_one_directory_or_several() -> None:
+    for given, paths in (("/a", ("/a",)), (Path("/a"), ("/a",)), (["/a", Path("/b")], ("/a", "/b"))):
+        tier = parse_config({"tiers": [HOST, {**NVME, "path": given}]}).tiers[1]
+        assert isinstance(tier, NvmeTierConfig) and tier.path == tuple(map(Path, paths))
 
 
 def test_files(tmp_path: Path) -> None:
