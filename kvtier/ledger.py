@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.abc.tier import PutStatus, TierUsage
@@ -79,10 +80,11 @@ class LedgerSnapshot:
         return asdict(self)
 
 
-ERROR_SITES = ("lookup", "load", "offload", "promote", "spill", "engine", "http")
+ERROR_SITES = ("lookup", "load", "offload", "promote", "spill", "engine", "http", "observe")
 """Places where an error is caught so that the engine keeps serving; each is a label of `kvtier_errors_total`."""
 
 _RELATIVE_ERRORS = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.09, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1.0)
+_AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0)
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -106,6 +108,12 @@ class Ledger(Collector):
         self._spills = {t: {s.value: 0 for s in PutStatus} for t in tiers[1:]}
         self._errors = dict.fromkeys(ERROR_SITES, 0)
         self._switches = dict.fromkeys(("k", "v", "latent"), 0)
+        self._slow_restores = 0
+        self._violations = 0
+        self._saved_s = 0.0
+        self._prefill_tokens_per_s = 0.0
+        self._ages = np.zeros(len(_AGES) + 1, np.int64)
+        self._ages_sum_s = 0.0
         self._usages: dict[str, Callable[[], TierUsage]] = {}
 
         self.registry = CollectorRegistry()
@@ -118,6 +126,9 @@ class Ledger(Collector):
         )
         self._engine_seconds = self._histogram(
             "kvtier_engine_thread_seconds", "Time taken from the engine's own thread, per call", "call"
+        )
+        self._restore_seconds = self._histogram(
+            "kvtier_restore_seconds", "Time to bring a request's pages back: waiting for lower tiers, and loading"
         )
         self._relative_error = Histogram(
             "kvtier_relative_error",
@@ -173,6 +184,36 @@ class Ledger(Collector):
         with self._lock:
             for status in statuses:
                 self._spills[tier][status.value] += 1
+
+    def restored(self, seconds: float, *, slow: bool) -> None:
+        """A request's pages were brought back, in so long; `slow`: over the limit that is logged."""
+        self._restore_seconds.observe(seconds)
+        if slow:
+            with self._lock:
+                self._slow_restores += 1
+
+    def saved(self, seconds: float) -> None:
+        """Time to the first token that a request did not need, estimated."""
+        with self._lock:
+            self._saved_s += seconds
+
+    def prefill_speed(self, tokens_per_s: float) -> None:
+        """How fast the engine computes prompts, as measured or configured."""
+        with self._lock:
+            self._prefill_tokens_per_s = tokens_per_s
+
+    def evicted_ages(self, seconds: Sequence[float]) -> None:
+        """How long ago pages were evicted that are asked for now; one number per page."""
+        ages = np.asarray(seconds, np.float64)
+        buckets = np.bincount(np.searchsorted(_AGES, ages), minlength=len(_AGES) + 1)
+        with self._lock:
+            self._ages += buckets
+            self._ages_sum_s += float(ages.sum())
+
+    def violated(self) -> None:
+        """A sum that must hold was found not to; checked with `debug` only."""
+        with self._lock:
+            self._violations += 1
 
     def load_failed(self) -> None:
         """Count a load that failed after it had started."""
@@ -239,6 +280,21 @@ class Ledger(Collector):
             for status, n in statuses.items():
                 spills.add_metric([tier, status], n)
         yield spills
+        with self._lock:
+            slow, violations, saved_s = self._slow_restores, self._violations, self._saved_s
+            speed, ages, ages_sum_s = self._prefill_tokens_per_s, self._ages.cumsum().tolist(), self._ages_sum_s
+        yield _counter("kvtier_slow_restores", "Restores over the limit that is logged", slow)
+        yield _counter("kvtier_accounting_violations", "Sums that did not hold (checked with debug only)", violations)
+        yield CounterMetricFamily(
+            "kvtier_ttft_saved_seconds", "Time to first token saved by hits, estimated", value=saved_s
+        )
+        yield GaugeMetricFamily(
+            "kvtier_prefill_tokens_per_second", "Speed of the engine's prefill; 0 while it is not known", value=speed
+        )
+        age = HistogramMetricFamily("kvtier_evicted_age_seconds", "How long ago evicted pages left that are asked for")
+        bounds = [*map(str, _AGES), "+Inf"]
+        age.add_metric([], list(zip(bounds, ages, strict=True)), ages_sum_s)
+        yield age
         yield from self._collect_usage()
 
     def _collect_usage(self) -> Iterator[Metric]:

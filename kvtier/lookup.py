@@ -22,8 +22,8 @@ class Lookup:
     """
 
     __slots__ = (
-        "asked", "began", "deadline", "held", "host", "keys", "loading", "misses", "origins", "pins",
-        "promoted", "request_id", "sparse", "superseded",
+        "arrivals", "asked", "began", "deadline", "hashes", "held", "host", "keys", "load_s", "loading", "misses",
+        "origins", "pins", "promoted", "request_id", "sparse", "superseded",
     )  # fmt: skip
 
     def __init__(self, request_id: str, deadline_s: float, host: StagingTier, sparse: bool = False) -> None:
@@ -41,6 +41,9 @@ class Lookup:
         self.held = False
         self.began = self.asked
         self.promoted: Counter[str] = Counter()  # pages that came up for it, by tier
+        self.arrivals: dict[int, float] = {}  # when pages from below were there, by index; monotonic seconds
+        self.hashes: Sequence[bytes] = ()  # the engine's own, one per key, or none
+        self.load_s = 0.0  # verifying and decoding, queueing included
 
     @property
     def ready_pages(self) -> int:
@@ -102,6 +105,19 @@ class Lookup:
                 misses[self.misses[i]] += 1
         return dict(hits), misses
 
+    def outcomes(self) -> list[str | MissReason]:
+        """What `tally` counts, by page: the tier it came from, or why it did not. Superseded ones are not there."""
+        ready = len(self.keys) if self.sparse else self.ready_pages
+        found: list[str | MissReason] = []
+        for i, key in enumerate(self.keys):
+            if self.pins[i] != UNPINNED:
+                found.append(self.origins.get(i, self.host.name) if i < ready else MissReason.AFTER_GAP)
+            elif key in self.loading:
+                found.append(MissReason.DEADLINE)
+            else:
+                found.append(self.misses[i])
+        return found
+
     def use(self, pages: int) -> list[int]:
         """The request starts with its first `pages` pages, which must be ready: the rest become misses for good.
         Returns the pins of the rest, for release."""
@@ -121,9 +137,10 @@ class Lookup:
         """Ask for `keys` instead. Pages asked before and not now are counted as superseded, and their pins returned for
         release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
         old = {key: i for i, key in enumerate(self.keys)}
-        pins, origins, misses, loading = self.pins, self.origins, self.misses, self.loading
+        pins, origins, misses, loading, arrivals = self.pins, self.origins, self.misses, self.loading, self.arrivals
         self.keys = list(keys)
         self.pins, self.origins, self.misses, self.loading = [UNPINNED] * len(keys), {}, {}, {}
+        self.arrivals = {}
         if not old and not self.superseded:
             return []
         for i, key in enumerate(self.keys):
@@ -136,6 +153,8 @@ class Lookup:
                 self.origins[i] = origins[j]
             if j in misses:
                 self.misses[i] = misses[j]
+            if j in arrivals:
+                self.arrivals[i] = arrivals[j]
             if key in loading:
                 self.loading[key] = i
         released = []

@@ -23,7 +23,7 @@ from kvtier.errors import CodecError, ConfigError, SpecError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
-from kvtier.ledger import Direction, OffloadOutcome
+from kvtier.ledger import Direction, MissReason, OffloadOutcome
 from kvtier.lookup import Lookup, Pin
 from kvtier.quality import QualityGuard
 from kvtier.spec import LEVEL_MAX, BufferSpec, ColdLayout, PageSpec, levels_bytes
@@ -45,6 +45,7 @@ class Ticket(Generic[T]):
     """The result of queued work, once it is there. Unlike a Future it cannot be cancelled: its memory is in use."""
 
     def __init__(self) -> None:
+        self.began_s = time.monotonic()
         self._done = threading.Event()
         self._value: T | None = None
         self._then: list[Callable[[T], object]] = []
@@ -147,6 +148,7 @@ class PageMover:
         self._offload_wait_s = offload_wait_s
         self._priority = priority
         store.break_even.page_holds(spec.page_tokens)
+        store.observer.page_holds(spec.page_tokens)
         self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
@@ -369,6 +371,7 @@ class PageMover:
 
     def _finish_offload(self, ticket: Ticket[OffloadResult], outcomes: Counter[OffloadOutcome]) -> None:
         self._ledger.offloaded(outcomes)
+        self.store.observer.offloaded(ticket.began_s, {outcome.value: n for outcome, n in outcomes.items()})
         ticket.finish(OffloadResult(dict(outcomes)))
 
     # -- onboard -----------------------------------------------------------------------------------------------------
@@ -384,8 +387,8 @@ class PageMover:
     ) -> Ticket[OnboardResult]:
         """Queue the load of ready pages of `lookup` into pool pages `page_ids`: of its first ones, or of those with the
         indices `pages`; returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page,
-        then decodes layer by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page found bad
-        is quarantined and becomes a miss; nothing of the load may then be used."""
+        then decodes layer by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that
+        is found bad is quarantined and becomes a miss; nothing of the load may then be used."""
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         wanted = range(len(page_ids)) if pages is None else pages
         pins = lookup.slots_of(wanted)
@@ -411,8 +414,8 @@ class PageMover:
         try:
             bad = self._find_bad(keys, pins)
             if bad:
-                for i in bad:
-                    self.store.fail(lookup, keys[i])
+                for i, reason in bad.items():
+                    self.store.fail(lookup, keys[i], reason)
                 self._ledger.load_failed()
                 result = OnboardResult(tuple(pages[i] for i in bad), "stored pages do not match their checksums")
                 return
@@ -424,9 +427,11 @@ class PageMover:
             self._ledger.load_failed()
             result = OnboardResult((), f"{type(error).__name__}: {error}")
         finally:
+            lookup.load_s += time.monotonic() - ticket.began_s
             ticket.finish(result)
 
-    def _find_bad(self, keys: Sequence[bytes], pins: list[Pin]) -> list[int]:
+    def _find_bad(self, keys: Sequence[bytes], pins: list[Pin]) -> dict[int, MissReason]:
+        """Pages that must not be decoded, by their place in `pins`, and why."""
         start = time.perf_counter()
         good = _native.verify_pages(
             self.store.host.arena,
@@ -436,11 +441,20 @@ class PageMover:
             np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
         )
         self._ledger.time_codec("verify", time.perf_counter() - start)
-        return [
-            i
-            for i, (ok, (_, meta)) in enumerate(zip(good.tolist(), pins, strict=True))
-            if not ok or meta.spec != self._fingerprint
-        ]
+        bad: dict[int, MissReason] = {}
+        for i, (ok, (slot, meta)) in enumerate(zip(good.tolist(), pins, strict=True)):
+            if not ok or meta.spec != self._fingerprint:
+                bad[i] = MissReason.CORRUPT
+            elif self._lacks_bytes(slot, meta):
+                bad[i] = MissReason.PARTIAL
+        return bad
+
+    def _lacks_bytes(self, slot: Slot, meta: PageMeta) -> bool:
+        """Whether a record, whose bytes are as they were written, ends before its last buffer does."""
+        if meta.form & FINER and meta.nbytes < levels_bytes(self.spec):
+            return True
+        codec = registry.codec_for_form(meta.form)
+        return not codec.varies and meta.nbytes < self.layout(codec, self._levels_of(slot, meta)).cold_page_bytes
 
     def _decode(
         self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None

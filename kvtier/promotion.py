@@ -291,6 +291,7 @@ class Promotions:
 
     def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
         """Pin committed pages for the requests that wait for them, while their writer still pins them."""
+        now = time.monotonic()
         for key in keys:
             for lookup in self.waiting.pop(key, ()):
                 i = lookup.loading.pop(key, -1)
@@ -298,6 +299,7 @@ class Promotions:
                     continue  # it asks for other pages by now
                 (lookup.pins[i],) = self._host.hold_many([key])
                 lookup.origins[i] = name
+                lookup.arrivals[i] = now
                 if lookup.pins[i] == UNPINNED:
                     lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
                 lookup.promoted[name] += 1
@@ -315,6 +317,7 @@ class Promotions:
                         continue  # it asks for other pages by now
                     if reason is None:
                         (lookup.pins[i],) = self._host.hold_many([key])
+                        lookup.arrivals[i] = time.monotonic()
                     if lookup.pins[i] == UNPINNED:
                         lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
             self._changed.notify_all()

@@ -21,6 +21,7 @@ from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import UNPINNED, Lookup
+from kvtier.observe import Observer
 from kvtier.placement import TierRules
 from kvtier.promotion import Promotions
 from kvtier.room import Room
@@ -42,7 +43,8 @@ class TieredStore:
     promote_deadline_s: how long after its first lookup a request may still gain promoted pages. lease_s: a request that
     was looked up and neither polled nor held for this long loses its pins when room is needed; None: never by a clock
     (several ranks, which must answer alike). on_removed: hears of pages that left one of the tiers. rules: which pages
-    lower tiers get, by the tier's name; written through by default. break_even: which loads are not worth it.
+    lower tiers get, by the tier's name; written through by default. break_even: which loads are not worth it. observer:
+    hears of what happens to pages, and is closed with the store.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TieredStore:
         on_removed: RemovalListener | None = None,
         rules: Mapping[str, TierRules] | None = None,
         break_even: BreakEven | None = None,
+        observer: Observer | None = None,
     ) -> None:
         names = [host.name, *(t.name for t in lower)]
         if len(set(names)) != len(names):
@@ -81,7 +84,8 @@ class TieredStore:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._lookups: dict[str, Lookup] = {}
-        self._evicted: dict[bytes, None] = {}
+        self.observer = observer if observer is not None else Observer()
+        self._evicted: dict[bytes, float] = {}  # when; seconds of the monotonic clock
         self._evicted_lock = threading.Lock()
         self._deleting: Counter[bytes] = Counter()  # lower tiers that still have to delete a page
         self._protected: dict[bytes, int] = {}  # bytes in the host tier
@@ -156,6 +160,7 @@ class TieredStore:
             self.host.expect_writing(again, self._used_bits)
         for spiller in self._spillers.values():
             spiller.stored(keys if spiller.takes_new else again)
+        self.observer.stored(keys, metas)
         self._room.filled(slots)
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
@@ -173,6 +178,7 @@ class TieredStore:
                 self._protected.pop(key, None)
             self._promotions.cancel(keys)
         self.host.delete_many(keys)
+        self.observer.deleted(keys)
         for spiller in self._spillers.values():
             spiller.forget(list(keys), partial(self._deleted_below, list(keys)))
 
@@ -227,12 +233,15 @@ class TieredStore:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def lookup(self, request_id: str, keys: Sequence[bytes], *, sparse: bool = False) -> Lookup:
+    def lookup(
+        self, request_id: str, keys: Sequence[bytes], *, hashes: Sequence[bytes] = (), sparse: bool = False
+    ) -> Lookup:
         """Find the pages of a request, pin those in the host tier and start the promotion of those below it.
 
         Asking again refreshes the lease; asking for other keys keeps what is still asked for. Index only: no input or
-        output on this thread. `settle` must follow when the request starts or is dropped. sparse: pages behind one that
-        is missing are of use too."""
+        output on this thread. `settle` must follow when the request starts or is dropped. hashes: the engine's own, one
+        per key: they tell pages that are stored under another namespace. sparse: pages behind one that is missing are
+        of use too."""
         with self._lock:
             self._check_open()
             lookup = self._lookups.get(request_id)
@@ -246,6 +255,7 @@ class TieredStore:
             if lookup is None:
                 lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s, self.host, sparse)
             self._unpin(lookup.replace(keys))
+            lookup.hashes = hashes
             self._classify(lookup)
             return lookup
 
@@ -274,19 +284,19 @@ class TieredStore:
             return lookup.ready_pages
 
     def give_back(self, lookup: Lookup, pages: Sequence[int]) -> None:
-        """The request does not use these of its pages, by index: it got them elsewhere. They are misses of that reason,
-        and their pins are released."""
+        """The request does not use these of its ready pages, by index: they are misses, since nothing was restored, and
+        their pins are released."""
         with self._lock:
-            released = [pin for i in pages for pin in lookup.fail(i, MissReason.SUPERSEDED)]
+            released = [pin for i in pages for pin in lookup.fail(i, MissReason.DROPPED)]
         self._unpin(released)
 
-    def fail(self, lookup: Lookup, key: bytes) -> None:
+    def fail(self, lookup: Lookup, key: bytes, reason: MissReason = MissReason.CORRUPT) -> None:
         """The page under `key` turned out bad while `lookup` loaded it: it leaves the host tier, and is a miss where
         the request still asks for it."""
         with self._lock:
             self.host.delete_many([key], Removal.QUARANTINED)
             if key in lookup.keys:
-                self._unpin(lookup.fail(lookup.keys.index(key), MissReason.CORRUPT))
+                self._unpin(lookup.fail(lookup.keys.index(key), reason))
 
     def settle(self, request_id: str, *, loaded: bool = True) -> None:
         """The request started and its loads ended, or it was dropped: count its pages, release its pins. Idempotent.
@@ -295,6 +305,7 @@ class TieredStore:
             lookup = self._lookups.pop(request_id, None)
             if lookup is None:
                 return
+            self._tell_misses(lookup)
             hits, misses = lookup.tally()
             used: list[bytes] = []
             if not loaded:
@@ -303,12 +314,26 @@ class TieredStore:
             elif self._spillers and self.host.name in hits:
                 used = lookup.host_hits()
             self._promotions.stop_waiting(lookup)
+            self.ledger.settle(hits, misses)
+            self.observer.settled(lookup, hits, misses, loaded)
             lookup.loading = {}
             released = lookup.release()
-            self.ledger.settle(hits, misses)
         self._unpin(released)
         for spiller in self._spillers.values():
             spiller.used(used)
+
+    def _tell_misses(self, lookup: Lookup) -> None:
+        """How long ago evicted pages left, and which absent ones are stored under another namespace."""
+        now = time.monotonic()
+        evicted = [lookup.keys[i] for i, why in lookup.misses.items() if why is MissReason.EVICTED]
+        if evicted:
+            self.ledger.evicted_ages([now - self._evicted.get(key, now) for key in evicted])
+        absent = [i for i, why in lookup.misses.items() if why is MissReason.ABSENT] if lookup.hashes else []
+        if absent:
+            hashes, keys = [lookup.hashes[i] for i in absent], [lookup.keys[i] for i in absent]
+            for i, elsewhere in zip(absent, self.observer.elsewhere(hashes, keys), strict=True):
+                if elsewhere:
+                    lookup.misses[i] = MissReason.NAMESPACE
 
     def open_requests(self) -> list[str]:
         """Requests that were looked up and not settled."""
@@ -421,6 +446,7 @@ class TieredStore:
             closer.submit(tier.close)
         if not closer.close(give_up + _TIER_CLOSE_S - time.monotonic()):
             _log.warning("store closed while a tier could not be closed: it hangs")
+        self.observer.close()
 
     def _drop_expired(self) -> None:
         if self._lease_s is None:
@@ -443,8 +469,10 @@ class TieredStore:
         if removal is not Removal.EVICTED:
             return
         with self._evicted_lock:
+            now = time.monotonic()
             for key in keys:
-                self._evicted[key] = None
+                self._evicted.pop(key, None)  # to the end: it has only just left
+                self._evicted[key] = now
             while len(self._evicted) > _REMEMBERED_EVICTIONS:
                 del self._evicted[next(iter(self._evicted))]
         if tier != self.host.name:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.abc.tier import TierUsage
 from kvtier.compression import EvictionMetrics
+from kvtier.ghosts import Ghosts
 from kvtier.ledger import Ledger, MissReason, OffloadOutcome
 
 TEXT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -25,6 +26,7 @@ def test_names_types_and_labels() -> None:
         )
     ledger = Ledger(["host", "nvme"])
     EvictionMetrics(["triattention"], ledger.registry)
+    ledger.registry.register(Ghosts({"host": 1}))
     ledger.sampled(0, "k", 0.1)
     ledger.watch("host", lambda: TierUsage(1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
     exposed = {

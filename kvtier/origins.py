@@ -1,0 +1,42 @@
+"""Which pages were stored under which hash of the engine: the same hash under another key is the same text under
+another namespace, so that a miss after a change of weights or form can say so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+ROWS = 1 << 17
+"""Hashes that are remembered at most; 2 MiB. A newer one takes the place of an older one that falls on the same row."""
+
+
+class Origins:
+    """Thread-safe. Hashes are the engine's, digests of at least 8 bytes; keys are page keys."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self._lock = threading.Lock()
+        self._hashes = np.zeros(rows, np.uint64)
+        self._keys = np.zeros(rows, np.uint64)
+
+    def stored(self, origins: Sequence[bytes], keys: Sequence[bytes]) -> None:
+        """Pages were stored; those whose origin is shorter than a hash are left out."""
+        pairs = [(origin, key) for origin, key in zip(origins, keys, strict=True) if len(origin) >= 8]
+        hashes, ids = _numbers([origin for origin, _ in pairs]), _numbers([key for _, key in pairs])
+        rows = hashes % np.uint64(len(self._hashes))
+        with self._lock:
+            self._hashes[rows], self._keys[rows] = hashes, ids
+
+    def elsewhere(self, origins: Sequence[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """bool ``[len(keys)]``: whether the page of each hash was last stored under another key than this one."""
+        hashes, ids = _numbers(origins), _numbers(keys)
+        rows = hashes % np.uint64(len(self._hashes))
+        with self._lock:
+            found: npt.NDArray[np.bool_] = (self._hashes[rows] == hashes) & (self._keys[rows] != ids) & (hashes != 0)
+        return found
+
+
+def _numbers(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(b"".join(digest[:8].ljust(8, b"\0") for digest in digests), np.uint64)
