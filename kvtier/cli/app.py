@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import bench, calibrate, demo, eval_cold_page, eval_triattention, replay, serve, size, top
+from kvtier.cli import (
+    bench,
+    calibrate,
+    demo,
+    eval_cold_page,
+    eval_lossless,
+    eval_round_trip,
+    eval_triattention,
+    replay,
+    serve,
+    size,
+    top,
+)
 
 app = typer.Typer(
     help="Cold KV cache pages as NVFP4, kept in host memory, on NVMe and beyond.",
@@ -42,5 +54,7 @@ app.command()(calibrate.calibrate)
 
 evaluations = typer.Typer(help="What a method costs and gains on a real model.", no_args_is_help=True)
 evaluations.command("cold-page")(eval_cold_page.evaluate)
+evaluations.command("round-trip")(eval_round_trip.evaluate)
+evaluations.command("lossless")(eval_lossless.evaluate)
 evaluations.command("triattention")(eval_triattention.evaluate)
 app.add_typer(evaluations, name="eval")

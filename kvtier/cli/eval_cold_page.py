@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.cli.options import at_least
+from kvtier.cli.options import at_least, check_writable
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,20 +27,32 @@ OFFSET = (80.0, 40.0, 20.0)
 """What `offset` adds to three channels of every key head, and takes away again behind the codec: it does not change
 attention, and stands for models with a bias in their key projection."""
 
-CODECS = ("nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4")
+CODECS = ("nvfp4", "nvfp4_identity", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless")
 CONTROLS = ("bf16", "fp8", "int2", "recency_50")
 FORMS = (*CONTROLS, *CODECS)
+_NAMED: dict[str, tuple[str, dict[str, str]]] = {"nvfp4_identity": ("nvfp4", {"global_scale": "identity"})}
+"""Codec and options of the names in CODECS that are not a codec's own."""
 
 Layers = list[tuple["torch.Tensor", "torch.Tensor"]]
 """Per layer K and V, ``[batch, kv_heads, tokens, head_dim]``, float32, K after RoPE."""
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """What a second trip through the form gives, as in `Record`."""
+
+    kl: float
+    top1: float
+    delta_nll: float
+    key_nll: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One form at one length. kl: nats per token, mean over windows; kl_max: of the worst window. top1: share of tokens
-    whose likeliest successor is the same. key_nll: nats per token of the pass keys, at the first length only.
+    whose likeliest successor is the same. key_nll: nats per token of the pass keys.
     bytes_per_value: of the stored K and V. compressed: share of the restored pages that were stored in the form.
-    kl_again: after a second trip, None if not measured. offset: whether keys had one."""
+    again: after a second trip, if measured. offset: whether keys had one."""
 
     form: str
     context_tokens: int
@@ -52,7 +64,7 @@ class Record:
     compressed: float
     kl_max: float
     offset: bool
-    kl_again: float | None = None
+    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +82,19 @@ def evaluate(
     windows: Annotated[int, typer.Option(help="Stretches of text at each length.")] = 3,
     continuation: Annotated[int, typer.Option(help="Tokens fed behind them.")] = 128,
     keys: Annotated[int, typer.Option(help="Texts with a pass key; 0 leaves them out.")] = 6,
-    key_context: Annotated[int, typer.Option(help="Stored tokens of a text with a pass key.")] = 512,
+    key_context: Annotated[
+        int | None, typer.Option(help="Stored tokens of a text with a pass key; as many as --contexts by default.")
+    ] = None,
     forms: Annotated[str, typer.Option(help=f"Any of {', '.join(FORMS)}.")] = ",".join(FORMS),
     offset: Annotated[
         bool, typer.Option(help="Measure each codec with a constant in some key channels as well.")
     ] = True,
     again: Annotated[bool, typer.Option(help="Measure a second trip as well.")] = False,
     model: Annotated[Path | None, typer.Option(help="Folder of a model; by default SmolLM2-135M-Instruct.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for accuracy.json with every figure, a table and a plot; rows there are replaced."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Accuracy of every form of the cold page on a real model, on the CPU."""
@@ -86,26 +104,48 @@ def evaluate(
         lengths = [int(part) for part in contexts.split(",")]
     except ValueError:
         raise ConfigError(f"--contexts {contexts}: give whole numbers with commas between") from None
-    for length in (*lengths, key_context):
+    for length in (*lengths, *(() if key_context is None else (key_context,))):
         if length < PAGE_TOKENS or length % PAGE_TOKENS:
             raise ConfigError(f"{length} stored tokens: give a multiple of {PAGE_TOKENS}, the tokens of a page")
     names = forms.split(",")
     unknown = [name for name in names if name not in FORMS]
     if unknown:
         raise ConfigError(f"--forms {unknown[0]}: use any of {', '.join(FORMS)}")
+    if report is not None:
+        check_writable("--report", report)
     bench = ColdPageEval.load(model)
     cases = [(name, False) for name in names]
-    cases += [(name, True) for name in names if name in CODECS] if offset else []
+    cases += [(name, True) for name in names if name in CODECS and name != "lossless"] if offset else []
     records: list[Record] = []
-    pass_keys = bench.key_texts(keys, key_context) if keys else None
     for length in lengths:
         texts = bench.windows(windows, length + continuation)
+        pass_keys = bench.key_texts(keys, key_context or length) if keys else None
         records += bench.measure(texts, length, cases, again=again, keys=pass_keys)
-        pass_keys = None  # they do not depend on the length
+    if report is not None:
+        from kvtier.cli import eval_report
+
+        eval_report.write(records, report)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(record) for record in records]) + "\n")
+        sys.stdout.write(json.dumps([row for record in records for row in rows_of(record)]) + "\n")
         return
     print_table(records)
+
+
+def rows_of(record: Record) -> list[dict[str, str | float | None]]:
+    """`record` as in the JSON list: what was measured under one name, a second trip under a name of its own."""
+    form = f"{record.form}, keys with an offset" if record.offset else record.form
+    row: dict[str, str | float | None] = {
+        "form": form,
+        "context_tokens": record.context_tokens,
+        "kl": record.kl,
+        "top1": record.top1,
+        "delta_nll": record.delta_nll,
+        "key_nll": record.key_nll,
+        "bytes_per_value": record.bytes_per_value,
+    }
+    if record.again is None:
+        return [row]
+    return [row, {**row, "form": f"{form}, second trip", **asdict(record.again)}]
 
 
 class ColdPageEval:
@@ -167,21 +207,29 @@ class ColdPageEval:
                 key_start = (key_at.start - 1) // PAGE_TOKENS * PAGE_TOKENS
                 key_stored = self.cache_of(keys[0][:, :key_start])
             for name, shifted in cases:
-                trip = send(stored, name, shifted)
+                trip, key_trip = send(stored, name, shifted), None
                 logits = self._after(trip.layers, trip.kept, texts, context)
                 record = _compare(exact, logits, texts[:, context + 1 :], name, context, trip, shifted)
                 if key_stored is not None and keys is not None:
                     key_trip = send(key_stored, name, shifted)
-                    found = self._after(key_trip.layers, key_trip.kept, keys[0], key_start)
-                    first = key_at.start - 1 - key_start
-                    nll = _nll(found[:, first : first + len(key_at)], keys[0][:, key_at.start : key_at.stop])
-                    record = replace(record, key_nll=round(float(nll.mean()), 4))
+                    record = replace(record, key_nll=self._key_nll(key_trip, keys[0], key_at, key_start))
                 if again and name in CODECS:
-                    second = send(trip.layers, name, shifted)
+                    second, key_nll = send(trip.layers, name, shifted), None
                     logits = self._after(second.layers, second.kept, texts, context)
-                    record = replace(record, kl_again=round(float(_kl(exact, logits).mean()), 5))
+                    if key_trip is not None and keys is not None:
+                        twice = send(key_trip.layers, name, shifted)
+                        key_nll = self._key_nll(twice, keys[0], key_at, key_start)
+                    r = _compare(exact, logits, texts[:, context + 1 :], name, context, second, shifted)
+                    record = replace(record, again=Again(r.kl, r.top1, r.delta_nll, key_nll))
                 records.append(record)
         return records
+
+    def _key_nll(self, trip: Trip, texts: torch.Tensor, key_at: range, start: int) -> float:
+        """Nats per token of the keys at `key_at` of `texts`, whose tokens before `start` are those of `trip`."""
+        found = self._after(trip.layers, trip.kept, texts, start)
+        first = key_at.start - 1 - start
+        nll = _nll(found[:, first : first + len(key_at)], texts[:, key_at.start : key_at.stop])
+        return round(float(nll.mean()), 4)
 
     def cache_of(self, ids: torch.Tensor) -> Layers:
         cache = self.model(ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -232,11 +280,12 @@ def _through_codec(layers: Layers, form: str, shifted: bool) -> Trip:
         # In the low rotary frequencies, where a bias of the projection survives.
         constant[[dim // 2 - 2, dim // 2 + dim // 4 - 2, dim - 2]] = torch.tensor(OFFSET)
     spec = PageSpec.mha(layers=len(layers), kv_heads=heads, head_dim=dim, page_tokens=PAGE_TOKENS, dtype=DType.BF16)
-    which = codec(form)
+    name, options = _NAMED.get(form, (form, {}))
+    which = codec(name, **options)
     layout, pages = which.layout(spec), tokens // PAGE_TOKENS
     ids, valid = np.arange(pages, dtype=np.int64), np.full(pages, PAGE_TOKENS, np.int32)
     arena = np.zeros(pages * layout.cold_page_bytes, np.uint8)
-    rows, refused = [], 0
+    rows, refused, stored_bytes = [], 0, 0
     for n in range(batch):
         hot = [x[n].to(torch.bfloat16).contiguous() for k, v in layers for x in (k + constant, v)]
         back = [x.clone() for x in hot]
@@ -245,13 +294,15 @@ def _through_codec(layers: Layers, form: str, shifted: bool) -> Trip:
         result = which.encode(layout, HotPool.of(spec, hot, HotLayout.SEQ), ids, valid, arena, offsets, seeds)
         good = np.flatnonzero(~result.refused)
         refused += int(result.refused.sum())
+        sizes = np.full(pages, layout.cold_page_bytes) if result.nbytes is None else result.nbytes
+        stored_bytes += int(np.where(result.refused, spec.hot_page_bytes, sizes).sum())
         # A refused page is stored without loss, and comes back as it was.
         which.decode(layout, HotPool.of(spec, back, HotLayout.SEQ), good, valid[good], arena, offsets[good])
         rows.append([x.float() for x in back])
     stacked = [torch.stack([row[i] for row in rows]) for i in range(2 * len(layers))]
     out = [(stacked[2 * i] - constant, stacked[2 * i + 1]) for i in range(len(layers))]
-    values = 2 * len(layers) * heads * PAGE_TOKENS * dim
-    return Trip(out, layout.cold_page_bytes / values, 1 - refused / (batch * pages), range(tokens))
+    values = 2 * len(layers) * heads * PAGE_TOKENS * dim * pages * batch
+    return Trip(out, stored_bytes / values, 1 - refused / (batch * pages), range(tokens))
 
 
 def _bf16(x: torch.Tensor) -> torch.Tensor:
@@ -333,7 +384,7 @@ def print_table(records: Sequence[Record]) -> None:
     for r in records:
         name = f"{r.form}, keys with an offset" if r.offset else r.form
         key = "" if r.key_nll is None else f"{r.key_nll:.3f}"
-        second = "" if r.kl_again is None else f"{r.kl_again:.4f}"
+        second = "" if r.again is None else f"{r.again.kl:.4f}"
         table.add_row(
             name, str(r.context_tokens), f"{r.bytes_per_value:.3f}", f"{r.kl:.4f}", f"{r.kl_max:.4f}", f"{r.top1:.1%}",
             f"{r.delta_nll:+.4f}", key, f"{r.compressed:.0%}", second,
