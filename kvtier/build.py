@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,9 @@ from kvtier.breakeven import BreakEven
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, HostTierConfig, LowerTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.errors import ConfigError
+from kvtier.ledger import Ledger
+from kvtier.observe import ObserveOptions, Watch
+from kvtier.origins import ROWS
 from kvtier.placement import Admission, TierRules, Write
 from kvtier.spec import GROUP, PageSpec, Role
 from kvtier.store import TieredStore
@@ -43,12 +46,22 @@ def open_store(
             f"shard = {shard!r}: it is a folder's name inside the tier's path; give a relative one without '..'"
         )
     opened: list[Tier] = []
+    watch: Watch | None = None
     try:
         for tier in config.tiers:  # one by one: what was opened before a failure is closed again
             opened += [_open_tier(tier, shard, rank, ranks)]
+        # Measured by each rank for itself: several could come to different answers.
+        break_even = BreakEven(
+            [tier.name for tier in opened[1:]],
+            enabled=config.break_even and ranks == 1,
+            prefill_s_per_token=config.prefill_s_per_token,
+        )
+        ledger = Ledger([tier.name for tier in opened])
+        watch = _watch(config, opened, ledger, break_even, rank if ranks > 1 else None)
         store = TieredStore(
             cast(StagingTier, opened[0]),
             opened[1:],
+            ledger,
             promote_deadline_s=config.promote_deadline,
             lease_s=config.lease if ranks == 1 else None,
             on_removed=on_removed,
@@ -57,12 +70,8 @@ def open_store(
                 for tier in config.tiers
                 if isinstance(tier, LowerTierConfig)
             },
-            # Measured by each rank for itself: several could come to different answers.
-            break_even=BreakEven(
-                [tier.name for tier in opened[1:]],
-                enabled=config.break_even and ranks == 1,
-                prefill_s_per_token=config.prefill_s_per_token,
-            ),
+            break_even=break_even,
+            observer=watch,
         )
         for tier_opened in opened:
             collector = getattr(tier_opened, "collector", None)
@@ -70,9 +79,32 @@ def open_store(
                 store.ledger.registry.register(collector)
         return store
     except BaseException:
+        if watch is not None:
+            watch.close()
         for done in opened:
             done.close()
         raise
+
+
+def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: BreakEven, rank: int | None) -> Watch:
+    record = None if config.record is None else config.record.expanduser()
+    if record is not None and rank is not None:
+        record = record.with_name(f"{record.stem}.rank{rank}{record.suffix}")
+    options = ObserveOptions(
+        ghosts=config.ghosts,
+        explain_sample=config.explain_sample,
+        slow_restore_s=config.slow_restore,
+        record=record,
+        opentelemetry=config.opentelemetry,
+        debug=config.debug,
+    )
+    exclusive = any(isinstance(tier, LowerTierConfig) and tier.write == "back" for tier in config.tiers)
+    watch = Watch(options, ledger, {t.name: t.usage for t in opened}, break_even, exclusive=exclusive)
+    for tier in opened[1:]:
+        scan = getattr(tier, "scan", None)
+        if scan is not None and 0 < tier.usage().recovered_pages <= ROWS:  # of more, reading all takes seconds
+            watch.learn(scan())
+    return watch
 
 
 def open_codec(config: Config, spec: PageSpec) -> Codec:
