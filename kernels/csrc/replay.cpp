@@ -25,6 +25,7 @@ using Matrix = nb::ndarray<T, nb::c_contig, nb::device::cpu, nb::ndim<2>>;
 
 constexpr int32_t kNone = -1;
 constexpr int64_t kUnlimited = -1;
+constexpr size_t kRememberedEvictions = 65536;
 
 enum Policy : int32_t { kLru = 0, kFifo = 1, kS3Fifo = 2 };
 enum Placement : int32_t { kWriteThrough = 0, kWriteBack = 1 };
@@ -65,6 +66,8 @@ class Tier {
     }
     return true;
   }
+
+  bool has(int32_t id) const { return queue_[id] == kMain || queue_[id] == kSmall; }
 
   void remove(int32_t id) { unlink(id); }
 
@@ -167,11 +170,30 @@ struct Counts {
   int32_t *hits, *prefix, *stored;
 };
 
+// Which tiers admit on second use, and in which a hit above counts as a use.
+struct Rules {
+  std::vector<bool> second_use, refresh;
+
+  Rules(const Vector<const int32_t>& second, const Vector<const int32_t>& fresh, size_t tiers) {
+    if (second.size() != tiers || fresh.size() != tiers)
+      fail("second_use and refresh must be as long as there are tiers");
+    for (size_t t = 0; t < tiers; ++t) {
+      second_use.push_back(second.data()[t] != 0);
+      refresh.push_back(fresh.data()[t] != 0);
+    }
+  }
+};
+
 class Stack {
  public:
   Stack(const Vector<const int64_t>& capacity, const Vector<const int32_t>& policy, const Vector<const double>& ttl_s,
-        int32_t placement, int64_t unique)
-      : placement_(placement) {
+        int32_t placement, const Rules& rules, int64_t unique)
+      : placement_(placement), rules_(rules) {
+    for (const bool second : rules.second_use) second_ |= second;
+    if (second_) {
+      evicted_.resize(size_t(unique));
+      used_again_.resize(size_t(unique));
+    }
     // A block that is written back takes the time of its last use along, so every tier keeps it or none does.
     bool keep_times = false;
     for (size_t t = 0; t < capacity.size(); ++t) keep_times |= std::isfinite(ttl_s.data()[t]);
@@ -201,24 +223,45 @@ class Stack {
     int found = -1;
     for (int t = 0; t < tiers && found < 0; ++t)
       if (tiers_[t].use(id, now)) found = t;
+    if (second_) used_again_[id] = found >= 0 || evicted_[id];
     if (placement_ == kWriteThrough) {
-      for (int t = 0; t < (found < 0 ? tiers : found); ++t) {
-        tiers_[t].insert({id, now});
+      for (int t = 0; t < tiers; ++t) {
+        if (found >= 0 && t > found && rules_.refresh[t]) tiers_[t].use(id, now);
+        const bool wanted = found < 0 || t < found || rules_.second_use[t];
+        if (!wanted || !admitted(t, id) || tiers_[t].has(id)) continue;
+        remember(tiers_[t].insert({id, now}));
         ++stored[t];
       }
     } else if (found != 0) {
       if (found > 0) tiers_[found].remove(id);
       Block down{id, now};
-      for (int t = 0; t < tiers && down.id != kNone; ++t) {
+      for (int t = 0; t < tiers && down.id != kNone && admitted(t, down.id); ++t) {
         down = tiers_[t].insert(down);
         ++stored[t];
+        remember(down);
       }
     }
     return found;
   }
 
+  bool admitted(int tier, int32_t id) const { return !tier || !rules_.second_use[tier] || used_again_[id]; }
+
+  void remember(Block victim) {
+    if (!second_ || victim.id == kNone || evicted_[victim.id]) return;
+    evicted_[victim.id] = true;
+    order_.push(victim.id);
+    if (order_.size() > kRememberedEvictions) {
+      evicted_[order_.front()] = false;
+      order_.pop();
+    }
+  }
+
   std::vector<Tier> tiers_;
   int32_t placement_;
+  Rules rules_;
+  bool second_ = false;
+  std::vector<uint8_t> evicted_, used_again_;
+  std::queue<int32_t> order_;
 };
 
 struct Trace {
@@ -274,15 +317,17 @@ struct CountsOut {
 void replay_open(const Vector<const int32_t>& blocks, const Vector<const int64_t>& offsets, int64_t unique_blocks,
                  const Vector<const double>& times_s, const Vector<const int64_t>& capacity_blocks,
                  const Vector<const int32_t>& policies, const Vector<const double>& ttl_s, int32_t placement,
+                 const Vector<const int32_t>& second_use, const Vector<const int32_t>& refresh,
                  const Matrix<int32_t>& hits, const Matrix<int32_t>& prefix, const Matrix<int32_t>& stored) {
   const CountsOut out{hits, prefix, stored};
   const size_t tiers = capacity_blocks.size();
   check_plan(capacity_blocks, policies, ttl_s, placement);
+  const Rules rules(second_use, refresh, tiers);
   nb::gil_scoped_release nogil;
   const Trace trace = checked_trace(blocks, offsets, unique_blocks);
   check_length("times_s", times_s, trace.requests);
   out.check(trace.requests, tiers);
-  Stack stack(capacity_blocks, policies, ttl_s, placement, unique_blocks);
+  Stack stack(capacity_blocks, policies, ttl_s, placement, rules, unique_blocks);
   for (int64_t r = 0; r < trace.requests; ++r)
     stack.request(trace.blocks + trace.offsets[r], trace.size(r), times_s.data()[r], out.row(r, tiers));
 }
@@ -305,7 +350,8 @@ void replay_closed(const Vector<const int32_t>& blocks, const Vector<const int64
                    const Vector<const double>& think_s, int64_t block_tokens, const Vector<const int32_t>& order,
                    const Vector<const int64_t>& session_starts, const Vector<const int64_t>& capacity_blocks,
                    const Vector<const int32_t>& policies, const Vector<const double>& ttl_s, int32_t placement,
-                   int64_t block_bytes, const Vector<const double>& bandwidth, const Vector<const double>& latency_s,
+                   const Vector<const int32_t>& second_use, const Vector<const int32_t>& refresh, int64_t block_bytes,
+                   const Vector<const double>& bandwidth, const Vector<const double>& latency_s,
                    double prefill_base_s, double prefill_s_per_token, double decode_step_s,
                    double decode_step_per_request_s, int64_t concurrency, double duration_s, const Matrix<int32_t>& hits,
                    const Matrix<int32_t>& prefix, const Matrix<int32_t>& stored, const Vector<double>& issued_s,
@@ -313,6 +359,7 @@ void replay_closed(const Vector<const int32_t>& blocks, const Vector<const int64
   const CountsOut out{hits, prefix, stored};
   const size_t tiers = capacity_blocks.size();
   check_plan(capacity_blocks, policies, ttl_s, placement);
+  const Rules rules(second_use, refresh, tiers);
   check_length("bandwidth", bandwidth, int64_t(tiers));
   check_length("latency_s", latency_s, int64_t(tiers));
   nb::gil_scoped_release nogil;
@@ -335,7 +382,7 @@ void replay_closed(const Vector<const int32_t>& blocks, const Vector<const int64
   for (int64_t i = 0; i < trace.requests; ++i)
     if (order.data()[i] < 0 || order.data()[i] >= trace.requests) fail("order must hold numbers of requests");
 
-  Stack stack(capacity_blocks, policies, ttl_s, placement, unique_blocks);
+  Stack stack(capacity_blocks, policies, ttl_s, placement, rules, unique_blocks);
   const int64_t users = std::min(concurrency, sessions);
   std::vector<int64_t> at(starts, starts + users), end(starts + 1, starts + 1 + users);
   int64_t next_session = users, number = users, decoding = 0;
@@ -401,13 +448,15 @@ void replay_closed(const Vector<const int32_t>& blocks, const Vector<const int64
 void bind_replay(nb::module_& m) {
   m.def("replay_open", &replay_open, nb::arg("blocks").noconvert(), nb::arg("offsets").noconvert(), "unique_blocks"_a,
         nb::arg("times_s").noconvert(), nb::arg("capacity_blocks").noconvert(), nb::arg("policies").noconvert(),
-        nb::arg("ttl_s").noconvert(), "placement"_a, nb::arg("hits").noconvert(), nb::arg("prefix").noconvert(),
+        nb::arg("ttl_s").noconvert(), "placement"_a, nb::arg("second_use").noconvert(),
+        nb::arg("refresh").noconvert(), nb::arg("hits").noconvert(), nb::arg("prefix").noconvert(),
         nb::arg("stored").noconvert(), "kvtier.replay.reference.replay_open; counts must come in as zeros");
   m.def("replay_closed", &replay_closed, nb::arg("blocks").noconvert(), nb::arg("offsets").noconvert(),
         "unique_blocks"_a, nb::arg("input_tokens").noconvert(), nb::arg("output_tokens").noconvert(),
         nb::arg("think_s").noconvert(), "block_tokens"_a, nb::arg("order").noconvert(),
         nb::arg("session_starts").noconvert(), nb::arg("capacity_blocks").noconvert(), nb::arg("policies").noconvert(),
-        nb::arg("ttl_s").noconvert(), "placement"_a, "block_bytes"_a, nb::arg("bandwidth").noconvert(),
+        nb::arg("ttl_s").noconvert(), "placement"_a, nb::arg("second_use").noconvert(),
+        nb::arg("refresh").noconvert(), "block_bytes"_a, nb::arg("bandwidth").noconvert(),
         nb::arg("latency_s").noconvert(), "prefill_base_s"_a, "prefill_s_per_token"_a, "decode_step_s"_a,
         "decode_step_per_request_s"_a, "concurrency"_a, "duration_s"_a, nb::arg("hits").noconvert(),
         nb::arg("prefix").noconvert(), nb::arg("stored").noconvert(), nb::arg("issued_s").noconvert(),

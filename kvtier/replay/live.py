@@ -59,17 +59,19 @@ def run_live(
 ) -> LiveResult:
     """Look up, load and store the blocks of every request in turn, `page_bytes` (a multiple of 4 KiB) for each.
 
-    tiers: ``host``, and ``nvme`` in a temporary directory, LRU and write-through, which is what the store does.
+    tiers: ``host``, and ``nvme`` in a temporary directory, with the policies that are given, but without a ttl.
     progress: called with the number of requests that are done. Blocks. Raises KVTierError if a page comes back changed.
     """
     plan = cache_plan(tiers, block_bytes, placement)
-    _check(tiers, placement, page_bytes)
+    _check(tiers, page_bytes)
     counts = run_open(trace, plan)
     with tempfile.TemporaryDirectory(prefix="kvtier-replay-") as directory:
         block = {
             "tiers": [
-                _tier_block(t, n, page_bytes, directory) for t, n in zip(tiers, plan.capacity_blocks, strict=True)
-            ]
+                _tier_block(t, n, page_bytes, directory, placement)
+                for t, n in zip(tiers, plan.capacity_blocks, strict=True)
+            ],
+            "break_even": False,
         }
         store = open_store(parse_config(block))
         try:
@@ -103,8 +105,8 @@ def _serve(store: TieredStore, request: str, keys: Sequence[bytes], page_bytes: 
     fresh = [key for key, known in zip(missing, store.known_below(missing), strict=True) if not known]
     for at in range(0, len(fresh), _BATCH):
         _store(store, fresh[at : at + _BATCH], page_bytes)
-    # The next request finds what this one stored, as in the simulator.
-    if not store.flush(_WAIT_S):
+    # The next request finds what this one stored, as in the simulator. What is written back stays in host memory.
+    if not store.drain(_WAIT_S):
         raise KVTierError(f"pages were not written to lower tiers within {_WAIT_S} s")
 
 
@@ -126,18 +128,17 @@ def _key(block: int) -> bytes:
     return blake2b(block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
-def _check(tiers: tuple[TierPlan, ...], placement: Placement, page_bytes: int) -> None:
+def _check(tiers: tuple[TierPlan, ...], page_bytes: int) -> None:
     kinds = [t.name for t in tiers]
     if kinds[0] != "host" or len(kinds) > 2 or (len(kinds) == 2 and kinds[1] not in _DISKS):
         raise ConfigError(f"--live: tiers {', '.join(kinds)}; give host:SIZE, or host:SIZE and nvme:SIZE")
-    if placement is not Placement.WRITE_THROUGH:
-        raise ConfigError("--live: the store writes through; remove --placement write-back")
     for tier in tiers:
         if tier.capacity_bytes == UNLIMITED:
             raise ConfigError(f"--live: tier {tier.name} must have a size; unlimited exists in the simulator only")
-        if tier.policy is not Policy.LRU or np.isfinite(tier.ttl_s):
+        if tier.policy is Policy.FIFO or np.isfinite(tier.ttl_s):
             raise ConfigError(
-                f"--live: tier {tier.name}: policy=lru without ttl is what the real tier does; remove the others"
+                f"--live: tier {tier.name}: the real tier has policy=lru and policy=s3fifo, and time stands still; "
+                "remove the other policy, or the ttl"
             )
     if page_bytes % SLOT_ALIGN or page_bytes < SLOT_ALIGN:
         raise ConfigError(
@@ -145,8 +146,15 @@ def _check(tiers: tuple[TierPlan, ...], placement: Placement, page_bytes: int) -
         )
 
 
-def _tier_block(tier: TierPlan, blocks: int, page_bytes: int, directory: str) -> dict[str, Any]:
-    capacity = blocks * page_bytes
-    if tier.name in _DISKS:
-        return {"type": "nvme", "path": str(Path(directory) / "nvme"), "capacity": capacity}
-    return {"type": "host", "capacity": capacity}
+def _tier_block(tier: TierPlan, blocks: int, page_bytes: int, directory: str, placement: Placement) -> dict[str, Any]:
+    block: dict[str, Any] = {"capacity": blocks * page_bytes, "policy": tier.policy.name.lower()}
+    if tier.name not in _DISKS:
+        return {"type": "host", **block}
+    return {
+        "type": "nvme",
+        "path": str(Path(directory) / "nvme"),
+        "write": "back" if placement is Placement.WRITE_BACK else "through",
+        "admission": "second_use" if tier.second_use else "always",
+        "refresh": tier.refresh,
+        **block,
+    }

@@ -18,15 +18,21 @@ import numpy.typing as npt
 from kvtier.replay.stack import UNLIMITED, Placement, Policy
 from kvtier.replay.trace import Trace
 
+REMEMBERED_EVICTIONS = 65536
+"""As many as the store remembers; known to the native simulator, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """A stack in blocks, fastest tier first: ``capacity_blocks[t]`` (or UNLIMITED), ``policies[t]``, ``ttl_s[t]``."""
+    """A stack in blocks, fastest tier first: ``capacity_blocks[t]`` (or UNLIMITED), ``policies[t]``, ``ttl_s[t]``;
+    ``second_use[t]`` and ``refresh[t]`` as of `TierPlan`, all False where nothing is given."""
 
     capacity_blocks: tuple[int, ...]
     policies: tuple[Policy, ...]
     ttl_s: tuple[float, ...]
     placement: Placement
+    second_use: tuple[bool, ...] = ()
+    refresh: tuple[bool, ...] = ()
 
     @property
     def tiers(self) -> int:
@@ -59,6 +65,9 @@ class _Tier:
         self.uses: dict[int, int] = {}
         self.small_capacity = max(1, capacity // 10)
         self.ghost_capacity = capacity - self.small_capacity
+
+    def has(self, block: int) -> bool:
+        return block in self.main or block in self.small
 
     def use(self, block: int, now: float) -> bool:
         """Whether the block is here; if so it was used now. An expired one leaves."""
@@ -121,9 +130,16 @@ class _Tier:
 
 
 class _Stack:
+    """`evicted` remembers the blocks that made room somewhere, the latest `REMEMBERED_EVICTIONS` of them; `used_again`
+    are those that were used a second time, which tiers that admit on second use may have."""
+
     def __init__(self, plan: CachePlan) -> None:
         self.placement = plan.placement
         self.tiers = [_Tier(*t) for t in zip(plan.capacity_blocks, plan.policies, plan.ttl_s, strict=True)]
+        self.second_use = plan.second_use or (False,) * plan.tiers
+        self.refresh = plan.refresh or (False,) * plan.tiers
+        self.evicted: OrderedDict[int, None] = OrderedDict()
+        self.used_again: set[int] = set()
 
     def request(self, blocks: list[int], now: float, counts: Counts, row: int) -> None:
         gap = False
@@ -137,20 +153,37 @@ class _Stack:
 
     def _access(self, block: int, now: float, stored: npt.NDArray[np.int32]) -> int:
         found = next((i for i, tier in enumerate(self.tiers) if tier.use(block, now)), -1)
+        if found >= 0 or block in self.evicted:
+            self.used_again.add(block)
+        else:
+            self.used_again.discard(block)
         if self.placement is Placement.WRITE_THROUGH:
-            for i in range(found if found >= 0 else len(self.tiers)):
-                self.tiers[i].insert(block, now)
-                stored[i] += 1
+            for i, tier in enumerate(self.tiers):
+                if found >= 0 and i > found and self.refresh[i]:
+                    tier.use(block, now)
+                admitted = i == 0 or not self.second_use[i] or block in self.used_again
+                if (found < 0 or i < found or self.second_use[i]) and admitted and not tier.has(block):
+                    victim = tier.insert(block, now)
+                    stored[i] += 1
+                    self._remember(victim)
         elif found != 0:
             if found > 0:
                 self.tiers[found].remove(block)
             down: tuple[int, float] | None = (block, now)
             for i, tier in enumerate(self.tiers):
-                if down is None:
+                if down is None or (i and self.second_use[i] and down[0] not in self.used_again):
                     break
                 down = tier.insert(*down)
                 stored[i] += 1
+                self._remember(down)
         return found
+
+    def _remember(self, victim: tuple[int, float] | None) -> None:
+        if victim is None or victim[0] in self.evicted:
+            return
+        self.evicted[victim[0]] = None
+        if len(self.evicted) > REMEMBERED_EVICTIONS:
+            self.evicted.popitem(last=False)
 
 
 def replay_open(trace: Trace, plan: CachePlan) -> Counts:

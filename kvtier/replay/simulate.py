@@ -51,6 +51,8 @@ def cache_plan(tiers: tuple[TierPlan, ...], block_bytes: int, placement: Placeme
         tuple(t.policy for t in tiers),
         tuple(t.ttl_s for t in tiers),
         placement,
+        tuple(t.second_use for t in tiers),
+        tuple(t.refresh for t in tiers),
     )
 
 
@@ -66,6 +68,7 @@ def run_open(trace: Trace, plan: CachePlan, implementation: Implementation = Imp
         trace.times_s,
         *_arrays(plan),
         int(plan.placement),
+        *_rules(plan),
         counts.hits,
         counts.prefix,
         counts.stored,
@@ -100,6 +103,7 @@ def run_closed(
         starts,
         *_arrays(plan),
         int(plan.placement),
+        *_rules(plan),
         speeds.block_bytes,
         np.array(speeds.bandwidth, np.float64),
         np.array(speeds.latency_s, np.float64),
@@ -136,3 +140,8 @@ def _arrays(plan: CachePlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int3
         np.array([int(p) for p in plan.policies], np.int32),
         np.array(plan.ttl_s, np.float64),
     )
+
+
+def _rules(plan: CachePlan) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    none = (False,) * plan.tiers
+    return np.array(plan.second_use or none, np.int32), np.array(plan.refresh or none, np.int32)

@@ -30,8 +30,9 @@ class Placement(IntEnum):
     """Where pages go. Numbers are shared with the native simulator.
 
     write_through: a new page is stored in every tier, a hit below is copied into every tier above it; what one tier
-    evicts stays in the others. This is what the store does.
-    write_back: a page is in one tier. New pages and hits go to the top, and what a tier evicts moves one tier down.
+    evicts stays in the others.
+    write_back: a page is in one tier. New pages and hits go to the top, and what a tier evicts moves one tier down. The
+    store keeps a copy below of what it promoted, first in line to make room: the same pages stay.
     """
 
     WRITE_THROUGH = 0
@@ -41,7 +42,9 @@ class Placement(IntEnum):
 @dataclass(frozen=True, slots=True)
 class TierPlan:
     """capacity_bytes: decimal or binary as given, or UNLIMITED. bandwidth: bytes/s of a load, shared by all requests.
-    latency_s: per request that loads from the tier. ttl_s: a page not used for this long is gone; infinite: never."""
+    latency_s: per request that loads from the tier. ttl_s: a page not used for this long is gone; infinite: never.
+    second_use: a tier below the first takes only pages that were used again, or come back after they were evicted.
+    refresh: a page that is found above counts as used here, too, where it is written through."""
 
     name: str
     capacity_bytes: int
@@ -49,6 +52,8 @@ class TierPlan:
     latency_s: float
     ttl_s: float = math.inf
     policy: Policy = Policy.LRU
+    second_use: bool = False
+    refresh: bool = True
 
     def capacity_blocks(self, block_bytes: int) -> int:
         """Whole blocks that fit, or UNLIMITED."""
@@ -72,11 +77,12 @@ SPEEDS = {
 """Bandwidth (bytes/s) and latency (s) of well-known names where none is given: one PCIe 4.0 x16 link, one NVMe drive,
 one 25 Gbit/s network port."""
 
-_OPTIONS = ("bandwidth", "latency", "ttl", "policy")
+_OPTIONS = ("bandwidth", "latency", "ttl", "policy", "admission", "refresh")
 
 
 def parse_tier(text: str) -> TierPlan:
-    """``NAME:SIZE[,bandwidth=6GB/s][,latency=200us][,ttl=1h][,policy=s3fifo]``; SIZE may be ``unlimited``.
+    """``NAME:SIZE[,bandwidth=6GB/s][,latency=200us][,ttl=1h][,policy=s3fifo][,admission=second_use]
+    [,refresh=off]``; SIZE may be ``unlimited``.
 
     GB is decimal and GiB binary. Raises ConfigError for anything else."""
     head, *options = text.split(",")
@@ -108,6 +114,8 @@ def parse_tier(text: str) -> TierPlan:
         _seconds(text, "latency", given["latency"]) if "latency" in given else latency,
         _seconds(text, "ttl", given["ttl"]) if "ttl" in given else math.inf,
         _policy(text, given.get("policy", "lru")),
+        _choice(text, "admission", given.get("admission", "always"), ("always", "second_use")),
+        _choice(text, "refresh", given.get("refresh", "on"), ("off", "on")),
     )
 
 
@@ -143,6 +151,13 @@ def _seconds(text: str, option: str, value: str) -> float:
         return parse_seconds(value) * scale
     except ValueError:
         raise ConfigError(f"--tier {text}: {option} {value!r} must be a time such as 200us, 5ms, 2s or 1d") from None
+
+
+def _choice(text: str, option: str, value: str, choices: tuple[str, str]) -> bool:
+    """Whether the second of two choices was made."""
+    if value not in choices:
+        raise ConfigError(f"--tier {text}: {option} {value!r} must be {' or '.join(choices)}")
+    return value == choices[1]
 
 
 def _policy(text: str, value: str) -> Policy:

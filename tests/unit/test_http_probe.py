@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from kvtier.abc.tier import GetResult, GetStatus, PutStatus
+from kvtier.abc.tier import (
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    SLOT_ALIGN,
+    GetResult,
+    GetStatus,
+    PageMeta,
+    PutItem,
+    PutStatus,
+)
+from kvtier.keys import checksum
 from kvtier.server.probe import store_ready
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
@@ -30,8 +40,28 @@ def test_a_working_store_is_ready_and_unchanged(store: TieredStore) -> None:
         assert store_ready(store, NBYTES) is None
     for tier in (store.host, *store.lower):
         usage = tier.usage()
-        assert (usage.stored_pages, usage.deleted_pages, usage.resident_pages) == (3, 3, 0), tier.name
+        assert (usage.stored_pages, usage.deleted_pages, usage.resident_pages) == (0, 0, 0), tier.name
+        assert usage.used_bytes == 0
     assert store.ledger.snapshot() == before
+
+
+def test_a_host_tier_whose_pages_are_all_in_use_is_ready(tmp_path: Path) -> None:
+    host = HostTier(2 * SLOT_ALIGN)
+    store = TieredStore(host, [NvmeTier(tmp_path / "pages", 4 << 20)])
+    keys = [bytes([n]) * KEY_BYTES for n in range(2)]
+    for key in keys:
+        put_page(host, key)
+    pins = store.host.pin_many(keys)
+    assert store_ready(store, NBYTES) is None
+    assert store.host.usage().evicted_pages == 0
+    store.host.unpin_many(pins)
+    store.close()
+
+
+def put_page(tier: HostTier, key: bytes) -> None:
+    data = bytes(100)
+    meta = PageMeta(len(data), 1, 1, checksum(data, key), bytes(FINGERPRINT_BYTES))
+    assert tier.put_many([PutItem(key, meta, memoryview(data))]) == [PutStatus.STORED]
 
 
 def test_every_failing_tier_is_named(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:

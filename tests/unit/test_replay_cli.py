@@ -188,7 +188,8 @@ def test_the_live_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("mooncake-synthetic --live --tier host:unlimited", ("--live", "host", "size")),
         ("mooncake-synthetic --live --tier host:20GB --live-page-bytes 100", ("--live-page-bytes 100", "4096")),
         ("mooncake-synthetic --live --tier host:20GB,ttl=1h", ("--live", "ttl")),
-        ("mooncake-synthetic --live --tier host:20GB --placement write-back", ("--live", "write-back")),
+        ("mooncake-synthetic --live --tier host:20GB,policy=fifo", ("--live", "policy=lru")),
+        ("mooncake-synthetic --tier host:20GB,admission=never", ("admission", "second_use")),
     ],
 )
 def test_bad_values_are_one_line(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:

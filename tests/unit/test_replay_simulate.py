@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,6 +145,26 @@ def test_write_back_moves_pages_down_and_hits_up() -> None:
     assert counts.stored.tolist() == [[2, 0], [1, 1], [1, 1], [1, 1], [1, 1]]
 
 
+def test_a_hit_above_keeps_a_page_below_where_that_counts_as_a_use() -> None:
+    # 0 is hit in the upper tier while 1 and 2 fill the lower one; then 3 pushes the oldest out of both.
+    trace = trace_of([[0], [1], [0], [2], [0], [3], [4], [5], [0]])
+    for refresh, hit in ((False, 0), (True, 1)):
+        plan = replace(plan_of(2, 4), refresh=(False, refresh))
+        assert int(run_open(trace, plan).hits[-1].sum()) == hit
+
+
+def test_admission_on_second_use() -> None:
+    plan = replace(plan_of(1, 10), second_use=(False, True))
+    counts = run_open(trace_of([[0], [1], [0], [2], [0], [3], [3], [4], [3]]), plan)
+    # 0 comes back after it was evicted, 3 is hit in the upper tier: both are written below then, and found there later.
+    assert counts.stored[:, 1].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert counts.hits[:, 1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 1]
+    back = replace(plan, placement=Placement.WRITE_BACK)
+    counts = run_open(trace_of([[0], [1], [1], [2], [0], [1]]), back)
+    assert counts.stored[:, 1].tolist() == [0, 0, 0, 1, 0, 1]
+    assert counts.hits[:, 1].tolist() == [0, 0, 0, 0, 0, 1]
+
+
 def test_a_page_not_used_for_its_time_to_live_is_gone() -> None:
     trace = trace_of([[1]] * 5, times=[0, 5, 10, 16, 20])
     assert hits(trace, plan_of(4, ttl_s=5.0)) == [[0], [1], [1], [0], [1]]
@@ -232,6 +253,8 @@ def plans(draw: st.DrawFn) -> CachePlan:
         tuple(draw(st.sampled_from(Policy)) for _ in range(tiers)),
         tuple(draw(st.sampled_from([INF, 1.0, 4.0])) for _ in range(tiers)),
         draw(st.sampled_from(Placement)),
+        tuple(draw(st.booleans()) for _ in range(tiers)),
+        tuple(draw(st.booleans()) for _ in range(tiers)),
     )
 
 
@@ -273,8 +296,13 @@ def test_native_equals_plain_where_some_blocks_are_popular(policy: Policy, place
     rng = np.random.default_rng(3)
     trace = trace_of([(rng.zipf(1.2, 10) % 300).tolist() for _ in range(500)])
     for capacity in ((10,), (40,), (7, 25)):
-        plan = plan_of(*capacity, placement=placement, policy=policy)
-        assert_same(run_open(trace, plan), run_open(trace, plan, Implementation.PYTHON))
+        for second_use, refresh in ((False, False), (True, True)):
+            plan = replace(
+                plan_of(*capacity, placement=placement, policy=policy),
+                second_use=(second_use,) * len(capacity),
+                refresh=(refresh,) * len(capacity),
+            )
+            assert_same(run_open(trace, plan), run_open(trace, plan, Implementation.PYTHON))
 
 
 @settings(max_examples=100, deadline=None)
@@ -303,7 +331,8 @@ def test_native_equals_plain_on_a_real_trace(mooncake: dict[str, Trace], policy:
 
 def test_the_native_loop_refuses_what_would_leave_its_arrays() -> None:
     good = trace_of([[0, 1], [1]])
-    plan = (np.array([1], np.int64), np.array([0], np.int32), np.array([INF]), 0)
+    no = np.array([0], np.int32)
+    plan = (np.array([1], np.int64), np.array([0], np.int32), np.array([INF]), 0, no, no)
 
     def call(blocks: list[int], offsets: list[int], unique: int, rows: int = 2) -> None:
         counts = Counts.zeros(rows, 1)
