@@ -13,6 +13,8 @@ from statistics import median
 
 _SAMPLES = 33
 _ENOUGH = 9
+_PREFILL_TOKENS_MIN = 128
+"""Shorter prefills say what a prefill costs besides its tokens, which a load does not save."""
 _PROBE_EVERY = 32
 """Of the requests that would be declined, one in so many loads all the same: a tier that got faster must be seen."""
 
@@ -49,8 +51,8 @@ class BreakEven:
         self._page_tokens = tokens
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of a prompt in that time, and nothing else."""
-        if tokens > 0 and seconds > 0:
+        """The engine computed so many tokens of prompts in that time, and nothing else. Short ones are left out."""
+        if tokens >= _PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
                 self._prefill.add(seconds / tokens)
 

@@ -83,6 +83,16 @@ def request_aborted(_: None, cache: Any, request: Any) -> None:
         linker.request_dropped(request.rid)
 
 
+def batch_done(_: None, scheduler: Any, batch: Any, result: Any) -> None:
+    """After ``Scheduler.process_batch_result``: what a prompt's tokens cost to compute, for the break-even rule."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None or not batch.forward_mode.is_extend():
+        return
+    launched_s = getattr(batch, "launch_ts", None)  # monotonic
+    if launched_s and batch.extend_num_tokens:
+        linker.prefilled(batch.extend_num_tokens, launched_s)
+
+
 def weights_change(updater: Any, recv_req: Any) -> None:
     """Before an update of the weights in place: what was stored until now must not be found again."""
     linker = linker_of(getattr(updater.scheduler, "tree_cache", None))

@@ -54,6 +54,7 @@ USED = (
     Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input",)),
     Expected("sglang.srt.managers.scheduler.Scheduler", ("_add_request_to_queue",)),
     Expected("sglang.srt.managers.schedule_policy.PrefillAdder", ("budget_state",)),
+    Expected("sglang.srt.managers.schedule_batch.ScheduleBatch", ("launch_ts", "extend_num_tokens")),
 )
 LINKER_METHODS = frozenset(
     {
@@ -117,6 +118,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             ("self", "request"),
             hold.request_aborted,
         ),
+        Hook(scheduler + "process_batch_result", "AFTER", ("self", "batch", "result"), hold.batch_done),
         *(Hook(updater + name, "BEFORE", ("self", "recv_req"), hold.weights_change) for name in updates),
     )
 

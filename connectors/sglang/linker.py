@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from kvtier.build import open_codec, open_store
-from kvtier.config import Config
+from kvtier.config import PRIORITIES, Config
 from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
 from kvtier.connectors.sglang.loads import BatchLoad
 from kvtier.connectors.sglang.pools import DevicePool, page_hashes
@@ -128,6 +128,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
         self._epoch = 0
+        self._load_started_s = self._prefill_launched_s = 0.0
         self._weights = _Weights.AS_LOADED
         self._asked: dict[str, _Asked] = {}
         self._queued: dict[str, _Load] = {}
@@ -192,6 +193,7 @@ class KVTierLinker(UnifiedCacheLinker):
             self._codec,
             workers=self._config.workers,
             offload_wait_s=self._config.offload_wait,
+            priority=PRIORITIES[self._config.priority],
         )
 
     @property
@@ -244,6 +246,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         queued, self._queued = self._queued, {}
+        self._load_started_s = time.monotonic()
         index: int = self.layer_done_counter.update_producer()
         batch = BatchLoad(self.layer_done_counter, index, len(queued))
         tickets: list[Ticket[OnboardResult]] = []
@@ -268,7 +271,7 @@ class KVTierLinker(UnifiedCacheLinker):
         landed: bool = self.layer_done_counter.finish(counter_index)
         results = [ticket.result() for ticket in batch.tickets]
         for rid in batch.request_ids:
-            self._settle(rid)
+            self._settle(rid, loaded=True)
         return landed and all(result.ok for result in results)
 
     @_timed("load", bool)
@@ -344,6 +347,14 @@ class KVTierLinker(UnifiedCacheLinker):
         if rid in self._asked and not any(rid in batch.request_ids for batch in self._batches.values()):
             self._settle(rid)
 
+    def prefilled(self, tokens: int, launched_s: float) -> None:
+        """A batch of so many prompt tokens, launched at that time of the monotonic clock, has just ended. With the next
+        batch under way already this is more than they took, so that the break-even rule errs on the side of loading.
+        Batches that waited for loads say nothing."""
+        before, self._prefill_launched_s = self._prefill_launched_s, launched_s
+        if not before < self._load_started_s <= launched_s:
+            self._store.break_even.prefilled(tokens, time.monotonic() - launched_s)
+
     def request_dropped(self, rid: str) -> None:
         """The request was aborted before its forward ended. A load under way keeps its pins until it ends."""
         self.request_started(rid)
@@ -382,10 +393,10 @@ class KVTierLinker(UnifiedCacheLinker):
             self._epoch += 1
             self._mover.drain()
 
-    def _settle(self, rid: str) -> None:
+    def _settle(self, rid: str, *, loaded: bool = False) -> None:
         self._asked.pop(rid, None)
         try:
-            self._store.settle(rid)
+            self._store.settle(rid, loaded=loaded)
         except Exception:  # noqa: BLE001 - called from hooks on the scheduler's thread
             self.count_error("settling a request")
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvtier.abc.codec import Codec
 from kvtier.build import open_codec, open_store
-from kvtier.config import Config
+from kvtier.config import PRIORITIES, Config
 from kvtier.connectors.transformers.geometry import page_spec_of
 from kvtier.connectors.transformers.identity import check_model_name, weights_fingerprint_of
 from kvtier.errors import SpecError
@@ -78,7 +78,15 @@ class PrefixCache:
         store = open_store(config)
         mover: PageMover | None = None
         try:
-            mover = PageMover(store, spec, namespace, codec, workers=config.workers, offload_wait_s=config.offload_wait)
+            mover = PageMover(
+                store,
+                spec,
+                namespace,
+                codec,
+                workers=config.workers,
+                offload_wait_s=config.offload_wait,
+                priority=PRIORITIES[config.priority],
+            )
             prefixes = PrefixCache(model, mover)
             if config.http is not None:
                 nbytes = mover.layout(codec).cold_page_bytes
@@ -116,7 +124,9 @@ class PrefixCache:
         try:
             self.store.hold(lookup)
             pages = self.store.wait(lookup)
-            self.store.hold(lookup, pages)
+            if not self.store.hold(lookup, pages):  # its last pages gave way to an older request a moment ago
+                self.store.hold(lookup, 0)
+                pages = 0
             arrays: list[torch.Tensor] = []
             while pages:
                 arrays = self._empty(pages)
@@ -139,6 +149,11 @@ class PrefixCache:
         hashes = self._hashes(token_ids, len(token_ids))
         pool = HotPool.of(self.mover.spec, self._arrays_of(cache), HotLayout.SEQ)
         return self.mover.offload(pool, hashes, range(len(hashes)))
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Tell how long the model took to compute so many tokens of a prompt, so that pages which would take longer to
+        load are left alone (`break_even` in the configuration). Without it nothing is."""
+        self.store.break_even.prefilled(tokens, seconds)
 
     def close(self) -> None:
         """Let queued work end for a moment, then close everything. Safe to call twice."""
