@@ -66,7 +66,8 @@ class CacheServer:
                 registry = CollectorRegistry()
                 registry.register(self.stats)
                 registry.register(_StoreMetrics(self))
-                self.http = HttpExporter(registry, http, ready=self._not_ready, page=StatusPage(registry, config))
+                page = StatusPage(registry, config, lambda: None if self.store is None else self.store.observer)
+                self.http = HttpExporter(registry, http, ready=self._not_ready, page=page)
             self.store = open_store(config, shard="server", on_removed=self.keyspace.removed)
             self.keyspace.attach(self.store)
             for listen in options.listen:

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from kvtier import __version__
 from kvtier.config import Config
 from kvtier.ghosts import GhostCurves
+from kvtier.observe import Observer
 from kvtier.server.history import History, Past, series_of
 
 STATIC = {
@@ -56,22 +57,18 @@ class Answer:
 class StatusPage:
     """Answers for one process. Any thread may call it; the exporter that serves it starts and closes it.
 
-    config: shown with its secrets masked. ghosts: their curves now, or None. explain: the record of a request, or None;
-    both may be asked before the store is there.
+    config: shown with its secrets masked. observer: the store's, once there is a store.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         config: Config | None = None,
-        *,
-        ghosts: Callable[[], GhostCurves | None] = lambda: None,
-        explain: Callable[[str], Mapping[str, Any] | None] = lambda request: None,
+        observer: Callable[[], Observer | None] = lambda: None,
     ) -> None:
         self._registry = registry
         self._config = None if config is None else masked(config)
-        self._ghosts = ghosts
-        self._explain = explain
+        self._observer = observer
         self._started_s = time.time()
         self.history = History(registry)
 
@@ -98,7 +95,8 @@ class StatusPage:
             return _json(self.status(since_s, day=query.get("range") == "day"))
         if url.path == "/api/explain":
             request = query.get("request", "")
-            record = self._explain(request)
+            observer = self._observer()
+            record = None if observer is None else observer.explain(request)
             if record is None:
                 text = f"nothing is known of request {request!r}: explain_sample says how many are recorded"
                 return _json({"error": text}, HTTPStatus.NOT_FOUND)
@@ -107,6 +105,7 @@ class StatusPage:
 
     def status(self, since_s: float = 0.0, *, day: bool = False) -> dict[str, Any]:
         """What the page shows, for JSON."""
+        observer = self._observer()
         past = self.history.coarse(since_s) if day else self.history.fine(since_s)
         return {
             "version": __version__,
@@ -114,7 +113,7 @@ class StatusPage:
             "started_s": self._started_s,
             "series": {name: _number(value) for name, value in series_of(self._registry).items()},
             "history": _past(past),
-            "ghosts": _curves(self._ghosts()),
+            "ghosts": _curves(None if observer is None else observer.curves()),
             "config": self._config,
         }
 

@@ -20,8 +20,9 @@ import pytest
 
 from kvtier.abc.tier import TierUsage
 from kvtier.config import parse_config
-from kvtier.ghosts import Ghosts
+from kvtier.ghosts import GhostCurves, Ghosts
 from kvtier.ledger import Direction, Ledger, MissReason
+from kvtier.observe import Observer
 from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 
@@ -180,7 +181,7 @@ def browser(chromium: Browser) -> Browser:
     return chromium
 
 
-class Load:
+class Load(Observer):
     """A ledger with a past, two tiers and something to say in every section."""
 
     def __init__(self) -> None:
@@ -192,7 +193,7 @@ class Load:
         self.ledger.registry.register(self.ghosts)
         self.now_s = time.time() - 600
         config = parse_config({"tiers": [{"type": "host", "capacity": "64GiB"}], "salt": "tenant-7"})
-        self.page = StatusPage(self.ledger.registry, config, ghosts=self.ghosts.curves, explain=self.explain)
+        self.page = StatusPage(self.ledger.registry, config, lambda: self)
         self.page.history._clock = lambda: self.now_s
         for step in range(60):
             keys = [bytes([n]) * 32 for n in range(step % 50)]
@@ -207,9 +208,12 @@ class Load:
             self.page.history.sample()
         self.page.history._clock = time.time
 
-    def explain(self, request: str) -> dict[str, Any] | None:
+    def curves(self) -> GhostCurves:
+        return self.ghosts.curves()
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
         page = {"index": 0, "key": "00ff", "outcome": "hit host", "bytes": 1 << 20, "ready_s": 0.0}
-        return {"summary": "1 page", "pages": [page]} if request == "r1" else None
+        return {"summary": "1 page", "pages": [page]} if request_id == "r1" else None
 
 
 @pytest.fixture

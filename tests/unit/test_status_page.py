@@ -20,6 +20,7 @@ from kvtier.config import parse_config
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.ghosts import Ghosts
 from kvtier.ledger import Ledger, MissReason
+from kvtier.observe import Observer
 from kvtier.server import history as history_module
 from kvtier.server.history import COARSE_ROWS, FINE_ROWS, MAX_COLUMNS, History, series_of
 from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
@@ -126,9 +127,10 @@ def test_series_have_no_buckets() -> None:
 
 def test_status_holds_everything_and_history_since(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = ledger_with_usage()
-    ghosts = Ghosts({"host": 1000}, lambda: 4.5)
+    ghosts, observer = Ghosts({"host": 1000}, lambda: 4.5), Observer()
+    observer.curves = ghosts.curves  # type: ignore[method-assign]
     config = parse_config({"tiers": [{"type": "host", "capacity": 4096}]})
-    page = StatusPage(ledger.registry, config, ghosts=ghosts.curves)
+    page = StatusPage(ledger.registry, config, lambda: observer)
     page.history.sample()
     ledger.settle({"host": 3}, {MissReason.ABSENT: 1})
     ghosts.looked_up([bytes(32)])
