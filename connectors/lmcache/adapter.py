@@ -1,0 +1,450 @@
+"""The L2 adapter for ``lmcache server``: LMCache's chunks in kvtier's tiers. Contract: LMCache 0.5.6,
+`lmcache/v1/distributed/l2_adapters/base.py`.
+
+LMCache calls from two threads of its own, in which an exception loses a task for ever and a wait holds up every other
+adapter. So nothing here blocks or raises: each call catches everything, counts it, and answers what makes LMCache
+compute. A lookup is answered once its chunks are verified and pinned in host memory, or its deadline has passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from types import MappingProxyType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+
+from kvtier.connectors.lmcache.chunk_store import ChunkStore, Found, Known
+from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, layout_of, plain_layout, shapes_of
+from kvtier.connectors.lmcache.identity import decode_key, encode_key
+from kvtier.connectors.lmcache.options import HELP, AdapterOptions
+from kvtier.connectors.lmcache.tasks import TaskBoard
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class KvtierL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LMCache has no types
+    """`adapter_params` of ``--l2-adapter``."""
+
+    def __init__(self, options: AdapterOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> KvtierL2AdapterConfig:
+        """Raises ConfigError, which is a ValueError, for a mistake in the parameters."""
+        return cls(AdapterOptions.of(d))
+
+    @classmethod
+    def help(cls) -> str:
+        return HELP
+
+
+def _guarded(
+    fallback: Callable[[], Any],
+) -> Callable[[Callable[Concatenate[KvtierL2Adapter, P], R]], Callable[Concatenate[KvtierL2Adapter, P], R]]:
+    """Catch everything, count it, answer `fallback()`."""
+
+    def wrap(method: Callable[Concatenate[KvtierL2Adapter, P], R]) -> Callable[Concatenate[KvtierL2Adapter, P], R]:
+        @wraps(method)
+        def guarded(self: KvtierL2Adapter, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - see the module's docstring
+                self.count_error(method.__name__, error)
+                answer: R = fallback()
+                return answer
+
+        return guarded
+
+    return wrap
+
+
+class _Held:
+    """A lookup whose chunks LMCache may still load: which of them it has not yet loaded or unlocked."""
+
+    __slots__ = ("found", "left", "used")
+
+    def __init__(self, found: Found, left: set[int]) -> None:
+        self.found, self.left = found, left
+        self.used: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A lookup that waits for pages on their way up; `go` when they are there or time is over."""
+
+    found: Found
+    go: Callable[[], object]
+    give_up: Callable[[], object]
+
+
+class KvtierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no types
+    """See the module's docstring. `config` comes from `KvtierL2AdapterConfig`."""
+
+    def __init__(self, config: KvtierL2AdapterConfig, l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        self._options = config.options
+        self._tasks = itertools.count()
+        self._stores: TaskBoard[L2StoreResult] = TaskBoard()
+        self._lookups: TaskBoard[Bitmap] = TaskBoard()
+        self._loads: TaskBoard[Bitmap] = TaskBoard()
+        self._lock = threading.Lock()
+        self._held: defaultdict[ObjectKey, deque[tuple[_Held, int]]] = defaultdict(deque)
+        self._arrival = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._closed = False
+        self._chunks = ChunkStore(self._options, on_stored=self._tell_stored, on_removed=self._tell_removed)
+        self._start_accounting()
+        self._waiter = threading.Thread(target=self._wait, name="kvtier-lmcache-wait", daemon=True)
+        self._waiter.start()
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.fileno()
+
+    # -- store -------------------------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        """Store `objects`, which LMCache keeps until the task's result was posted."""
+        task = next(self._tasks)
+        if not self._start_store(task, keys, objects):
+            self._stores.finish(task, L2StoreResult(False, 0))
+        return task
+
+    @_guarded(bool)
+    def _start_store(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
+        chunks = self._chunks_of(objects)
+        there = [i for i, chunk in enumerate(chunks) if chunk is not None]
+        whole = len(there) == len(keys)
+
+        def done(ok: bool, fresh: list[bool]) -> None:
+            moved = sum(chunks[i].layout.nbytes for i, new in zip(there, fresh, strict=True) if new)  # type: ignore[union-attr]
+            self._stores.finish(task, L2StoreResult(ok and whole, moved if ok and whole else 0))
+
+        self._chunks.offload([encode_key(keys[i]) for i in there], [c for c in chunks if c is not None], done)
+        return True
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.pop_all()
+
+    # -- lookup ------------------------------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Mapping[int, Any]) -> int:
+        """Find chunks and pin them. What lies below host memory is promoted meanwhile."""
+        task = next(self._tasks)
+        if not self._start_lookup(task, keys, group_layout_descs):
+            self._lookups.finish(task, Bitmap(len(keys)))
+        return task
+
+    @_guarded(bool)
+    def _start_lookup(self, task: int, keys: list[ObjectKey], descs: Mapping[int, Any]) -> bool:
+        layouts = [self._layout_of(descs.get(key.object_group_id)) for key in keys]
+        found = self._chunks.find(layouts, [encode_key(key) for key in keys])
+        self._when_there(
+            found, partial(self._answer, task, keys, found), lambda: self._lookups.finish(task, Bitmap(len(keys)))
+        )
+        return True
+
+    def _answer(self, task: int, keys: list[ObjectKey], found: Found) -> None:
+        bitmap = Bitmap(len(keys))
+        ready = [i for i, there in enumerate(found.ready) if there]
+        if ready:
+            held = _Held(found, set(ready))
+            with self._lock:
+                for i in ready:
+                    self._held[keys[i]].append((held, i))
+            bitmap.batched_set(ready)
+        else:
+            self._chunks.release(found, ())
+        self._lookups.finish(task, bitmap)
+
+    def _when_there(self, found: Found, go: Callable[[], object], give_up: Callable[[], object]) -> None:
+        """Call `go` when nothing that `found` could gain is on its way any more, or its deadline has passed. `give_up`
+        is called instead where that fails."""
+        waiting = _Waiting(found, go, give_up)
+        with self._arrival:
+            if found.lookup.pending and not self._closed:
+                self._waiting.append(waiting)
+                self._arrival.notify()
+                return
+        self._end_waiting(waiting)
+
+    def _wait(self) -> None:
+        while True:
+            with self._arrival:
+                while not (self._waiting or self._closed):
+                    self._arrival.wait()
+                if self._closed:
+                    return
+                ready = [w for w in self._waiting if not w.found.lookup.pending]
+                self._waiting = [w for w in self._waiting if w not in ready]
+            for waiting in ready:
+                self._end_waiting(waiting)
+            if not ready:
+                time.sleep(_POLL_S)
+
+    def _end_waiting(self, waiting: _Waiting) -> None:
+        try:
+            waiting.go()
+        except Exception as error:  # noqa: BLE001 - the thread serves other tasks, and this one must be answered
+            self.count_error("lookup", error)
+            waiting.give_up()
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.pop(task_id)
+
+    @_guarded(lambda: None)
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Let go of chunks that were looked up and will not be loaded."""
+        for held, pages in self._take(keys).items():
+            self._let_go(held, list(pages), used=())
+
+    def _take(self, keys: Sequence[ObjectKey]) -> dict[_Held, dict[int, int]]:
+        """The oldest hold of each key: page in its lookup -> place in `keys`."""
+        taken: dict[_Held, dict[int, int]] = {}
+        with self._lock:
+            for at, key in enumerate(keys):
+                holds = self._held.get(key)
+                if not holds:
+                    continue
+                held, page = holds.popleft()
+                if not holds:
+                    del self._held[key]
+                taken.setdefault(held, {})[page] = at
+        return taken
+
+    def _let_go(self, held: _Held, pages: Sequence[int], used: Sequence[int]) -> None:
+        with self._lock:
+            held.left.difference_update(pages)
+            held.used.update(used)
+            over = not held.left
+        if over:
+            self._chunks.release(held.found, held.used)
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        """Decode chunks into `objects`, which LMCache keeps until the task's result was posted."""
+        task = next(self._tasks)
+        if not self._start_load(task, keys, objects):
+            self._loads.finish(task, Bitmap(len(keys)))
+        return task
+
+    @_guarded(bool)
+    def _start_load(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
+        taken = self._take(keys)
+        if not taken:
+            return self._find_and_load(task, keys, objects)
+        bitmap = Bitmap(len(keys))
+        chunks = self._chunks_of(objects)
+        left = len(taken)
+        lock = threading.Lock()
+
+        def arrived(held: _Held, places: dict[int, int], pages: set[int]) -> None:
+            nonlocal left
+            self._let_go(held, list(places), sorted(pages))
+            with lock:
+                bitmap.batched_set([places[page] for page in pages])
+                left -= 1
+                over = left == 0
+            if over:
+                self._tell_accessed([key for i, key in enumerate(keys) if bitmap.test(i)])
+                self._loads.finish(task, bitmap)
+
+        for held, places in taken.items():
+            there = {page: chunk for page, at in places.items() if (chunk := chunks[at]) is not None}
+            self._load(held.found, list(there), list(there.values()), partial(arrived, held, places))
+        return True
+
+    def _load(self, found: Found, pages: list[int], chunks: list[Chunk], arrived: Callable[[set[int]], object]) -> None:
+        """Always ends in `arrived`: with nothing, where the lease of the lookup ended before."""
+        if not self._chunks.store.hold(found.lookup):
+            arrived(set())
+            return
+        self._chunks.onboard(found, pages, chunks, arrived)
+
+    def _find_and_load(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
+        """A load without a lookup before it."""
+        chunks = self._chunks_of(objects)
+        there = [i for i, chunk in enumerate(chunks) if chunk is not None]
+        whole = [chunk for chunk in chunks if chunk is not None]
+        found = self._chunks.find([chunk.layout for chunk in whole], [encode_key(keys[i]) for i in there])
+
+        def arrived(pages: set[int]) -> None:
+            self._chunks.release(found, pages)
+            bitmap = Bitmap(len(keys))
+            bitmap.batched_set([there[n] for n in sorted(pages)])
+            self._tell_accessed([keys[there[n]] for n in sorted(pages)])
+            self._loads.finish(task, bitmap)
+
+        def go() -> None:
+            ready = [n for n, ok in enumerate(found.ready) if ok]
+            self._load(found, ready, [whole[n] for n in ready], arrived)
+
+        self._when_there(found, go, lambda: arrived(set()))
+        return True
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.pop(task_id)
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    @_guarded(lambda: None)
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Remove chunks from every tier. Listeners hear of those that were there."""
+        self._chunks.delete([encode_key(key) for key in keys])
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """Chunks in the tiers of this node, in the order of their page keys; those that are only in a shared tier are
+        not listed. ValueError for a bad `page_size` or `cursor`."""
+        if page_size < 1:
+            raise ValueError(f"page_size = {page_size}: must be at least 1")
+        after = last = bytes.fromhex(cursor) if cursor else b""
+        entries: list[KeyEntry] = []
+        for key, known in self._chunks.known():
+            if key <= after:
+                continue
+            told = _object_key(known.origin)
+            if told is None or (model_name is not None and told.model_name != model_name):
+                continue
+            if len(entries) == page_size:
+                return KeyListPage(tuple(entries), last.hex())
+            entries.append(KeyEntry(told.to_encoded_object_key(), known.nbytes))
+            last = key
+        return KeyListPage(tuple(entries), None)
+
+    def get_usage(self) -> AdapterUsage:
+        """Bytes in the tiers, each counted with its own copy; by tenant, what its chunks are long, counted once."""
+        usages = [tier.usage() for tier in (self._chunks.store.host, *self._chunks.store.lower)]
+        return AdapterUsage(
+            total_bytes_used=sum(u.used_bytes for u in usages),
+            total_capacity_bytes=sum(u.capacity_bytes for u in usages),
+            bytes_by_cache_salt=MappingProxyType(dict(super().get_usage().bytes_by_cache_salt)),
+        )
+
+    def report_status(self) -> dict[str, Any]:
+        """For LMCache's ``/status``: the accounting by tier, and whether a tier is out of use."""
+        ledger = self._chunks.ledger.snapshot()
+        tiers = {t.name: t.usage() for t in (self._chunks.store.host, *self._chunks.store.lower)}
+        return {
+            "is_healthy": not self._closed,
+            "type": "KvtierL2Adapter",
+            "instance": self._options.instance,
+            "attention": self._options.attention.value,
+            "open_lookups": len(self._chunks.store.open_requests()),
+            "tiers": {
+                name: {
+                    "hits": ledger.hits.get(name, 0),
+                    "resident_chunks": usage.resident_pages,
+                    "used_bytes": usage.used_bytes,
+                    "capacity_bytes": usage.capacity_bytes,
+                    "evicted_chunks": usage.evicted_pages,
+                    "quarantined_chunks": usage.quarantined_pages,
+                }
+                for name, usage in tiers.items()
+            },
+            **ledger.as_dict(),
+        }
+
+    def count_error(self, where: str, error: BaseException) -> None:
+        """Count and log an exception that LMCache does not see."""
+        self._chunks.ledger.error("engine")
+        _log.error("kvtier: %s failed, LMCache goes on without it", where, exc_info=error)
+
+    def close(self) -> None:
+        """End all copying, answer what is open with nothing, close every tier."""
+        with self._arrival:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+            self._arrival.notify_all()
+        for left in waiting:
+            left.give_up()
+        self._waiter.join(1.0)
+        self._chunks.close()
+        for board in (self._stores, self._lookups, self._loads):
+            board.close()
+
+    # -- chunks and their layouts ------------------------------------------------------------------------------------
+
+    def _layout_of(self, desc: Any) -> ChunkLayout:
+        """By what LMCache says of objects of a group, if it does."""
+        shapes, dtypes = getattr(desc, "shapes", None), getattr(desc, "dtypes", None)
+        groups = shapes_of(shapes, dtypes)
+        if not groups:
+            return plain_layout(1)
+        sizes = tuple(int(dtype.itemsize) for dtype in dtypes)  # type: ignore[union-attr]  # told, or no groups
+        return layout_of(groups, self._options.attention, self._options.rope_dim, sizes)
+
+    def _chunks_of(self, objects: Sequence[Any]) -> list[Chunk | None]:
+        """The memory of LMCache's objects; None where an object was freed meanwhile, or is not what it says."""
+        return [self._chunk_of(item) for item in objects]
+
+    def _chunk_of(self, item: Any) -> Chunk | None:
+        memory = item.raw_tensor if item.is_valid() else None
+        if memory is None:
+            return None
+        layout = self._layout_of(item.meta)
+        nbytes = item.get_size()
+        if not layout.known:
+            layout = plain_layout(nbytes)
+        if layout.nbytes != nbytes or memory.device.type != "cpu" or not memory.is_contiguous():
+            return None
+        return Chunk(layout, memory.data_ptr(), memory)
+
+    # -- what LMCache is told ----------------------------------------------------------------------------------------
+
+    def _start_accounting(self) -> None:
+        self._tell_stored([known for _, known in self._chunks.known()])
+
+    @_guarded(lambda: None)
+    def _tell_stored(self, known: Sequence[Known]) -> None:
+        keys, sizes = _told(known)
+        if keys:
+            self._notify_keys_stored(keys, sizes)
+
+    @_guarded(lambda: None)
+    def _tell_removed(self, known: Sequence[Known]) -> None:
+        keys, sizes = _told(known)
+        if keys:
+            self._notify_keys_deleted(keys, sizes)
+
+    @_guarded(lambda: None)
+    def _tell_accessed(self, keys: list[ObjectKey]) -> None:
+        if keys:
+            self._notify_keys_accessed(keys)
+
+
+def _told(known: Sequence[Known]) -> tuple[list[ObjectKey], list[int]]:
+    pairs = [(key, k.nbytes) for k in known if (key := _object_key(k.origin)) is not None]
+    return [key for key, _ in pairs], [nbytes for _, nbytes in pairs]
+
+
+def _object_key(origin: bytes) -> ObjectKey | None:
+    parts = decode_key(origin)
+    return None if parts is None else ObjectKey(*parts)

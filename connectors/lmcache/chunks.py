@@ -1,0 +1,152 @@
+"""What an LMCache chunk is made of: where the KV of each layer lies in one flat buffer, and which of it is attention.
+
+LMCache tells shapes and dtypes, one of each per kernel group, and not what they mean. So the configuration names the
+layout of attention, and only what fits it is quantized; everything else is copied byte for byte. Layouts: LMCache
+0.5.6, `lmcache/v1/distributed/api.py:MemoryLayoutDesc`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.hot import HotBuffer, HotPool
+from kvtier.spec import BufferSpec, DType, PageSpec, Role
+
+_DTYPES = {
+    "torch.bfloat16": DType.BF16,
+    "torch.float16": DType.FP16,
+    "torch.float32": DType.FP32,
+    "torch.float8_e4m3fn": DType.FP8_E4M3,
+}
+
+
+class Attention(str, Enum):
+    """How an engine lays out attention in a chunk of T tokens and L layers.
+
+    vllm: ``(2, L, T, H)``, K and V. sglang: ``(1, 2L, T, H)``, the K of every layer, then the V. mla: ``(1, L, T, D)``
+    or ``(L, T, D)``, a latent row per token. none: nothing is taken for attention.
+    """
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    MLA = "mla"
+    NONE = "none"
+
+
+Shape = tuple[tuple[int, ...], str]
+"""One kernel group: its shape and the name torch gives its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """spec: a chunk as a page. offsets: of each buffer of `spec` in the chunk, in bytes. nbytes: of the chunk."""
+
+    spec: PageSpec
+    offsets: tuple[int, ...]
+    nbytes: int
+    known: bool = field(default=True)
+    """Whether LMCache told its shapes; otherwise it is so many bytes."""
+
+    def pool(self, chunks: Sequence[Chunk]) -> tuple[HotPool, npt.NDArray[np.int64]]:
+        """A pool in which each of `chunks` is one page, and the numbers of their pages. Page p lies p bytes behind the
+        first chunk: chunks are anywhere in memory."""
+        base = min(chunk.address for chunk in chunks)
+        ids = np.array([chunk.address - base for chunk in chunks], dtype=np.int64)
+        tokens = (int(ids.max()) + 1) * self.spec.page_tokens
+        owner = [chunk.owner for chunk in chunks]
+        buffers = tuple(
+            HotBuffer(base + offset, 1, 0, b.dim * b.dtype.itemsize, tokens, owner)
+            for b, offset in zip(self.spec.buffers, self.offsets, strict=True)
+        )
+        return HotPool(self.spec, buffers), ids
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk in memory: its layout, its address, and what keeps the memory alive."""
+
+    layout: ChunkLayout
+    address: int
+    owner: Any
+
+
+def shapes_of(shapes: Sequence[Any] | None, dtypes: Sequence[Any] | None) -> tuple[Shape, ...]:
+    """What LMCache says of an object, or of objects to come, in a form that can be compared. Empty where it says
+    nothing, as under ``lmcache bench l2``."""
+    if not shapes or not dtypes or len(shapes) != len(dtypes):
+        return ()
+    return tuple((tuple(int(n) for n in s), str(d)) for s, d in zip(shapes, dtypes, strict=True))
+
+
+@lru_cache(maxsize=256)
+def plain_layout(nbytes: int) -> ChunkLayout:
+    """So many bytes."""
+    return ChunkLayout(PageSpec(1, (BufferSpec(Role.OPAQUE, 0, 1, 1, nbytes, DType.UINT8),)), (0,), nbytes, known=False)
+
+
+@lru_cache(maxsize=256)
+def layout_of(
+    groups: tuple[Shape, ...], attention: Attention, rope_dim: int, itemsizes: tuple[int, ...]
+) -> ChunkLayout:
+    """The layout of a chunk of these kernel groups, in the order in which they lie in it. `itemsizes`: bytes per
+    element of each group. rope_dim: columns at the end of an MLA row that carry a rotary position."""
+    tokens = {t for shape, dtype in groups if (t := _tokens(shape, dtype, attention))}
+    page_tokens = tokens.pop() if len(tokens) == 1 else 1
+    buffers: list[BufferSpec] = []
+    offsets: list[int] = []
+    at = 0
+    for (shape, dtype), itemsize in zip(groups, itemsizes, strict=True):
+        nbytes = math.prod(shape) * itemsize
+        first = buffers[-1].layer + 1 if buffers else 0
+        if _tokens(shape, dtype, attention) == page_tokens > 1:
+            for buffer, offset in _attention(shape, _DTYPES[dtype], attention, first, rope_dim):
+                buffers.append(buffer)
+                offsets.append(at + offset)
+        elif nbytes:
+            buffers.append(BufferSpec(Role.OPAQUE, first, 1, 1, nbytes, DType.UINT8))
+            offsets.append(at)
+        at += nbytes
+    if not buffers:
+        return plain_layout(max(at, 1))
+    return ChunkLayout(PageSpec(page_tokens, tuple(buffers)), tuple(offsets), at)
+
+
+def _tokens(shape: tuple[int, ...], dtype: str, attention: Attention) -> int:
+    """Tokens of a group that is attention, 0 of one that is not."""
+    if dtype not in _DTYPES or len(shape) < 3 or shape[-1] % 16 or 0 in shape:
+        return 0
+    fits = {
+        Attention.VLLM: len(shape) == 4 and shape[0] == 2,
+        Attention.SGLANG: len(shape) == 4 and shape[0] == 1 and shape[1] % 2 == 0,
+        Attention.MLA: len(shape) == 3 or (len(shape) == 4 and shape[0] == 1),
+        Attention.NONE: False,
+    }
+    return shape[-2] if fits[attention] else 0
+
+
+def _attention(
+    shape: tuple[int, ...], dtype: DType, attention: Attention, first: int, rope_dim: int
+) -> list[tuple[BufferSpec, int]]:
+    """Buffers of one attention group and their offsets in it, by layer, K before V."""
+    tokens, dim = shape[-2:]
+    plane = tokens * dim * dtype.itemsize
+    if attention is Attention.MLA:
+        rotary = (dim - rope_dim, dim) if 0 < rope_dim < dim and rope_dim % 16 == 0 else (0, 0)
+        return [
+            (BufferSpec(Role.LATENT, first + n, 1, tokens, dim, dtype, rotary=rotary), n * plane)
+            for n in range(shape[-3])
+        ]
+    layers = shape[1] if attention is Attention.VLLM else shape[1] // 2
+    return [
+        (BufferSpec(role, first + n, 1, tokens, dim, dtype), (n + part * layers) * plane)
+        for n in range(layers)
+        for part, role in enumerate((Role.K, Role.V))
+    ]

@@ -1,0 +1,78 @@
+"""The adapter's parameters: kvtier's own configuration block, and what LMCache cannot tell about its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.config import Config, load_config, parse_config
+from kvtier.connectors.lmcache.chunks import Attention
+from kvtier.errors import ConfigError
+
+_OWN = ("attention", "rope_dim", "instance", "weights", "config")
+DEFAULT_CONFIG: Mapping[str, Any] = {"tiers": [{"type": "host", "capacity": "4GiB"}]}
+HELP = """\
+kvtier: KV chunks as cold pages in host memory, on NVMe and in Redis.
+- attention (str): how the engine lays out attention: vllm, sglang, mla, or none (default): nothing is
+  quantized, chunks are stored as they are
+- rope_dim (int): with mla, columns at the end of a row that carry a rotary position (default 0: not told apart)
+- instance (str): name of this adapter in its metrics and status (default kvtier)
+- weights (str): what tells models of one name apart, such as a revision (default none)
+- config (str): a file with kvtier's configuration block; or its options right here: tiers,
+  kv_cache_compression_config, http, promote_deadline, ... (default: 4 GiB of host memory)"""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """See `HELP`."""
+
+    config: Config
+    attention: Attention = Attention.NONE
+    rope_dim: int = 0
+    instance: str = "kvtier"
+    weights: str = ""
+
+    @staticmethod
+    def of(params: Mapping[str, Any]) -> AdapterOptions:
+        """From `adapter_params`. Raises ConfigError."""
+        own = {name: params[name] for name in _OWN if name in params}
+        block = {name: value for name, value in params.items() if name not in _OWN}
+        file = own.pop("config", None)
+        if file is not None:
+            if block:
+                raise ConfigError(
+                    f"config = {file!r} is given together with {', '.join(sorted(block))}: write them into the file"
+                )
+            if not isinstance(file, str):
+                raise ConfigError(f"config = {file!r}: give the path of a configuration file")
+            config = load_config(file)
+        else:
+            config = parse_config(block if "tiers" in block else {**DEFAULT_CONFIG, **block})
+        return AdapterOptions(
+            config,
+            _attention(own.get("attention", "none")),
+            _whole_number("rope_dim", own.get("rope_dim", 0)),
+            _text("instance", own.get("instance", "kvtier")),
+            _text("weights", own.get("weights", "")),
+        )
+
+
+def _attention(value: Any) -> Attention:
+    try:
+        return Attention(value)
+    except ValueError:
+        known = ", ".join(a.value for a in Attention)
+        raise ConfigError(f"attention = {value!r}: give one of {known}") from None
+
+
+def _whole_number(option: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 16:
+        raise ConfigError(f"{option} = {value!r}: give a multiple of 16, or 0")
+    return value
+
+
+def _text(option: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{option} = {value!r}: give text")
+    return value
