@@ -45,10 +45,12 @@ class HotBuffer:
 
 @dataclass(frozen=True, slots=True)
 class HotPool:
-    """The hot buffers of every page, in the order of `spec.buffers`."""
+    """The hot buffers of every page, in the order of `spec.buffers`. device: where they lie, as torch names it; only
+    "cpu" has memory that this process may read."""
 
     spec: PageSpec
     buffers: tuple[HotBuffer, ...]
+    device: str = "cpu"
 
     @property
     def num_pages(self) -> int:
@@ -56,13 +58,18 @@ class HotPool:
 
     @staticmethod
     def of(spec: PageSpec, arrays: Sequence[Any], layout: HotLayout) -> HotPool:
-        """Describe `arrays` (torch CPU tensors or numpy arrays, one per buffer of `spec`, in its order).
+        """Describe `arrays` (torch tensors of the CPU or of one CUDA device, or numpy arrays, one per buffer of `spec`,
+        in its order).
 
         BF16 and FP8 live in numpy as uint16 and uint8. Nothing is copied; the pool keeps the arrays alive.
         """
         if len(arrays) != len(spec.buffers):
             raise SpecError(f"{len(arrays)} arrays for a page of {len(spec.buffers)} buffers")
-        return HotPool(spec, tuple(_describe(spec, b, a, layout) for b, a in zip(spec.buffers, arrays, strict=True)))
+        devices = sorted({str(getattr(a, "device", "cpu")) for a in arrays})
+        if len(devices) > 1:
+            raise SpecError(f"hot buffers on {' and '.join(devices)}: all must be on one device")
+        buffers = tuple(_describe(spec, b, a, layout) for b, a in zip(spec.buffers, arrays, strict=True))
+        return HotPool(spec, buffers, devices[0])
 
 
 _AXES = {
@@ -104,11 +111,15 @@ def _describe(spec: PageSpec, buffer: BufferSpec, array: Any, layout: HotLayout)
 
 
 def _memory(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """Address, shape, strides in bytes and element size of a numpy array or a torch CPU tensor."""
+    """Address, shape, strides in bytes and element size of a numpy array or a torch tensor."""
     if isinstance(array, np.ndarray):
         return int(array.ctypes.data), array.shape, array.strides, array.itemsize
-    if getattr(getattr(array, "device", None), "type", None) != "cpu":
-        raise SpecError(f"hot buffers must be numpy arrays or torch CPU tensors, got {type(array).__name__}")
+    device = getattr(getattr(array, "device", None), "type", None)
+    if device not in ("cpu", "cuda"):
+        where = f" on {device}" if device else ""
+        raise SpecError(
+            f"hot buffers must be numpy arrays or torch tensors on cpu or cuda, got {type(array).__name__}{where}"
+        )
     itemsize = array.element_size()
     return array.data_ptr(), tuple(array.shape), tuple(s * itemsize for s in array.stride()), itemsize
 

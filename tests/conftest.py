@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+# Whether Triton's own functions are interpreted is decided when it is first imported, so this comes before anything
+# that might. For this process only: what it starts may have a GPU.
+with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), contextlib.suppress(ImportError):
+    import triton.language  # noqa: F401
 
 # Before torch and transformers are imported by any test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -4,6 +4,7 @@ Compile with ``enable_fp_fusion=False``: a fused multiply-add rounds once where 
 `div_rn`, never ``/``, which Triton may approximate.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import triton
@@ -76,39 +77,46 @@ def e4m3_code(x):
 
 
 @triton.jit
-def load_hot(base, offsets, mask, fp8_scale, DTYPE: tl.constexpr):
-    """Elements at ``base + offsets`` (in elements) as float32 values of the coded type; 0 where not `mask`. NaN of any
-    type becomes NaN or infinity."""
+def pointer(address, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """To elements of TYPE; ALIGN in elements."""
+    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN * SIZE)
+
+
+@triton.jit
+def load_hot(base, offsets, mask, fp8_scale, DTYPE: tl.constexpr, HOT_ALIGN: tl.constexpr):
+    """Elements at address `base`, a multiple of HOT_ALIGN elements, plus `offsets` elements, as float32 values of the
+    coded type; 0 where not `mask`. NaN of any type becomes NaN or infinity."""
     if DTYPE == BF16:
-        bits = tl.load(base.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
+        bits = tl.load(pointer(base, tl.uint16, HOT_ALIGN) + offsets, mask=mask, other=0)
         return float_of(bits.to(tl.int32) << 16)
     elif DTYPE == FP16:
-        bits = tl.load(base.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
+        bits = tl.load(pointer(base, tl.uint16, HOT_ALIGN) + offsets, mask=mask, other=0)
         return bits.to(tl.float16, bitcast=True).to(tl.float32)
     elif DTYPE == FP32:
-        x = tl.load(base.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0)
+        x = tl.load(pointer(base, tl.float32, HOT_ALIGN) + offsets, mask=mask, other=0.0)
         # Kept from the carry of the rounding, that could turn a NaN into a number.
         magnitude = tl.minimum(bits_of(x) & 0x7FFFFFFF, 0x7F800000)
         return float_of((bf16_bits(float_of(magnitude)) << 16) | (bits_of(x) & (-2147483647 - 1)))
     else:
-        code = tl.load(base.to(tl.pointer_type(tl.uint8)) + offsets, mask=mask, other=0).to(tl.int32)
+        code = tl.load(pointer(base, tl.uint8, HOT_ALIGN) + offsets, mask=mask, other=0).to(tl.int32)
         value = e4m3_value(code) * fp8_scale
         value = tl.where((code & 0x7F) == 0x7F, float("inf"), value)
         return value.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def store_hot(base, offsets, x, mask, inverse_fp8_scale, DTYPE: tl.constexpr):
+def store_hot(base, offsets, x, mask, inverse_fp8_scale, DTYPE: tl.constexpr, HOT_ALIGN: tl.constexpr):
     if DTYPE == BF16:
-        tl.store(base.to(tl.pointer_type(tl.uint16)) + offsets, bf16_bits(x).to(tl.uint16), mask=mask)
+        tl.store(pointer(base, tl.uint16, HOT_ALIGN) + offsets, bf16_bits(x).to(tl.uint16), mask=mask)
     elif DTYPE == FP16:
         bits = x.to(tl.float16).to(tl.uint16, bitcast=True)
-        tl.store(base.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
+        tl.store(pointer(base, tl.uint16, HOT_ALIGN) + offsets, bits, mask=mask)
     elif DTYPE == FP32:
-        tl.store(base.to(tl.pointer_type(tl.float32)) + offsets, float_of(bf16_bits(x) << 16), mask=mask)
+        tl.store(pointer(base, tl.float32, HOT_ALIGN) + offsets, float_of(bf16_bits(x) << 16), mask=mask)
     else:
         code = e4m3_code(x * inverse_fp8_scale)
-        tl.store(base.to(tl.pointer_type(tl.uint8)) + offsets, code.to(tl.uint8), mask=mask)
+        tl.store(pointer(base, tl.uint8, HOT_ALIGN) + offsets, code.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -156,19 +164,20 @@ def scale_code(amax, global_scale):
 
 
 @triton.jit
-def quantize(x, k, AXIS: tl.constexpr):
-    """Groups along AXIS, of 16: (codes, scale codes, values of the codes). Codes and values are shaped like x."""
-    scales = scale_code(tl.max(tl.abs(x), AXIS), power_of_two(-k))
-    step = float_of((scales << 20) + (120 << 23)) * power_of_two(k)
+def quantize(x, global_scale, unit, AXIS: tl.constexpr):
+    """Groups along AXIS, of 16: (codes, scale codes, values of the codes). Codes and values are shaped like x. `unit`
+    is the reciprocal of `global_scale`."""
+    scales = scale_code(tl.max(tl.abs(x), AXIS), global_scale)
+    step = float_of((scales << 20) + (120 << 23)) * unit
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
     code = e2m1_code(tl.abs(x) * tl.expand_dims(inverse, AXIS)) | ((bits_of(x) >> 28) & 8)
     return code, scales, e2m1_value(code) * tl.expand_dims(step, AXIS)
 
 
 @triton.jit
-def scale_step(scales, k):
+def scale_step(scales, unit):
     """What one unit of e2m1 is worth under int32 scale codes, their sign bit ignored."""
-    return e4m3_value(scales & 0x7F) * power_of_two(k)
+    return e4m3_value(scales & 0x7F) * unit
 
 
 @triton.jit

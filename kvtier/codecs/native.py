@@ -40,8 +40,13 @@ class Pages(NamedTuple):
 
 
 def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[np.uint64]) -> EncodeResult:
-    """One native call for the batch. Raises CodecError before anything is written."""
-    plan = _plan(layout, pool)
+    """One call for the batch, native, or a launch where the pool's device is. Raises CodecError before anything is
+    written."""
+    if pool.device != "cpu":
+        from kvtier.codecs import device
+
+        return device.encode(layout, pool, pages, seeds)
+    plan = plan_of(layout, pool)
     count = len(pages.ids)
     checksums = np.zeros((count, 16), np.uint8)
     refused = np.zeros(count, np.uint8)
@@ -65,14 +70,28 @@ def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[n
 
 
 def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | None) -> None:
-    """One native call for the batch. Raises CodecError before anything is written."""
-    plan = _plan(layout, pool)
+    """One call for the batch, native, or a launch where the pool's device is. Raises CodecError before anything is
+    written."""
+    if pool.device != "cpu":
+        from kvtier.codecs import device
+
+        return device.decode(layout, pool, pages, buffers)
+    decode_parts(layout, plan_of(layout, pool), pages, parts_of(layout, buffers))
+
+
+def parts_of(layout: ColdLayout, buffers: range | None) -> range:
+    """The parts of `buffers`, or of all. Raises CodecError where the page has no such buffers."""
     wanted = range(len(layout.spec.buffers)) if buffers is None else buffers
     if wanted.step != 1:
         raise CodecError(f"buffers = {wanted}: buffers are decoded in runs, give a range with step 1")
     first = _first_parts(layout)
     if not 0 <= wanted.start <= wanted.stop < len(first):
         raise CodecError(f"buffers = {wanted} of a page with {len(first) - 1}")
+    return range(first[wanted.start], first[wanted.stop])
+
+
+def decode_parts(layout: ColdLayout, plan: npt.NDArray[np.int64], pages: Pages, parts: range) -> None:
+    """The native call. Everything is checked first, so that one of no parts is a check and no more."""
     try:
         _native.decode_pages(
             plan,
@@ -83,8 +102,8 @@ def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | Non
             np.ascontiguousarray(pages.offsets, np.int64),
             layout.cold_page_bytes,
             layout.scale_table_offset,
-            first[wanted.start],
-            first[wanted.stop],
+            parts.start,
+            parts.stop,
         )
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
@@ -92,7 +111,11 @@ def decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: range | Non
 
 def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.float64]:
     """``[pages, buffers, 2]`` of pages just encoded: sums of squared errors and of squares, of compressed parts."""
-    plan = _plan(layout, pool)
+    if pool.device != "cpu":
+        from kvtier.codecs import device
+
+        return device.errors(layout, pool, pages)
+    plan = plan_of(layout, pool)
     sums = np.zeros((len(pages.ids), len(layout.parts), 2))
     try:
         _native.page_errors(
@@ -229,7 +252,8 @@ class _LayoutPlan(NamedTuple):
 _plans: dict[int, _LayoutPlan] = {}
 
 
-def _plan(layout: ColdLayout, pool: HotPool) -> npt.NDArray[np.int64]:
+def plan_of(layout: ColdLayout, pool: HotPool) -> npt.NDArray[np.int64]:
+    """int64 ``[parts, PLAN_FIELDS]`` (`kernels/csrc/pages.h`). Raises CodecError where these two do not go together."""
     if pool.spec is not layout.spec and pool.spec != layout.spec:
         raise CodecError("the pool and the layout describe different pages; build both from the same PageSpec")
     known = _layout_plan(layout)

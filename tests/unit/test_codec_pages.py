@@ -200,6 +200,6 @@ def test_a_new_pool_costs_little() -> None:
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        native._plan(layout, pool)
+        native.plan_of(layout, pool)
         times.append(time.perf_counter() - start)
     assert sorted(times)[10] < 400e-6

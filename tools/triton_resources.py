@@ -1,0 +1,147 @@
+"""Compile the Triton kernels for GPUs that need not be there, and say what each takes: registers, stack, local memory.
+
+    python tools/triton_resources.py [--arch 80,90] [--only TEXT] [--json]
+
+A kernel that spills has a stack frame or local memory; one that fuses or flushes would change bytes. Both end in exit
+status 1. Needs triton, no GPU. Run by `tests/unit/test_triton_compile.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvtier.kernels.nvfp4 import triton as pages
+from kvtier.kernels.nvfp4 import triton_pages
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+_BF16, _FP16, _FP32, _FP8 = 0, 1, 2, 4
+_CODINGS = {"nvfp4": 1, "2fp4": 2, "nvfp4_offset": 3, "nvfp4_token": 4, "fp8": 5, "fp8_mean": 6}
+_TYPES = {"bf16": _BF16, "fp16": _FP16, "fp32": _FP32, "fp8_e4m3": _FP8}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What is compiled. signature: Triton's types by argument; exact: whether its arithmetic must not be fused."""
+
+    name: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    kernel: str
+    arch: int
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    fused: int
+    flushed: int
+
+    @property
+    def good(self) -> bool:
+        return not (self.stack_bytes or self.local_bytes or self.fused or self.flushed)
+
+
+def page_kernels(name: str, kinds: tuple[int, ...], columns: int = 128, even: bool = True) -> Iterator[Kernel]:
+    """Both directions for pages with parts of these kinds."""
+    constants = {"KINDS": kinds, "EVEN": even, "COLUMNS": columns, "HOT_ALIGN": 16, "COLD_ALIGN": 16}
+    encode = {"plan": "*i64", "pages": "*i64", "status": "*u8", "arena": "i64"}
+    decode = {"plan": "*i64", "pages": "*i64", "arena": "i64"}
+    counts = {"first_part": "i32", "parts": "i32", "splits": "i32"}
+    options = {**pages.OPTIONS, "num_warps": pages.warps_for(columns)}
+    yield Kernel(f"encode {name}", triton_pages.encode_kernel, {**encode, **counts}, constants, options)
+    yield Kernel(
+        f"decode {name}", triton_pages.decode_kernel, {**decode, **counts, "page_tokens": "i32"}, constants, options
+    )
+
+
+def kernels() -> Iterator[Kernel]:
+    for name, coding in _CODINGS.items():
+        for dtype, number in _TYPES.items():
+            yield from page_kernels(f"{name} {dtype}", (16 * coding + number,))
+    for unit in (1, 8):
+        yield from page_kernels(f"raw by {unit}", (unit,))
+    # As pages are: K in one form, V in plain NVFP4, buffers that are copied. One of each is enough for every day.
+    yield from page_kernels("page nvfp4 bf16", (16 * 1 + _BF16, 8))
+    yield from page_kernels("page 2fp4 bf16", (16 * 2 + _BF16, 16 * 1 + _BF16, 1))
+    yield from page_kernels("page nvfp4_offset bf16", (16 * 3 + _BF16, 16 * 1 + _BF16))
+    yield from page_kernels("page nvfp4_token bf16", (16 * 4 + _BF16, 16 * 1 + _BF16))
+    yield from page_kernels("page k8v4 bf16", (16 * 6 + _BF16, 16 * 1 + _BF16, 8))
+    yield from page_kernels("page MLA fp8_e4m3, rope fp8", (16 * 1 + _FP8, 16 * 5 + _FP8, 8))
+    yield from page_kernels("k8v4 of 24 tokens", (16 * 6,), even=False)
+    yield from page_kernels("k8v4 wide rows", (16 * 6,), columns=512)
+
+
+def compile_kernel(kernel: Kernel, arch: int, folder: Path) -> Resources:
+    signature = {**kernel.signature, **dict.fromkeys(kernel.constants, "constexpr")}
+    source = ASTSource(kernel.function, signature, kernel.constants)
+    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=kernel.options)
+    path = folder / "kernel.cubin"
+    path.write_bytes(done.asm["cubin"])
+    report = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", report)}
+    if set(found) != {"REG", "STACK", "SHARED", "LOCAL"}:
+        raise RuntimeError(f"cuobjdump says nothing of {kernel.name} for sm_{arch}:\n{report}")
+    ptx = done.asm["ptx"]
+    fused = len(re.findall(r"\bfma\.rn\.f(32|64)\b", ptx)) if kernel.exact else 0
+    return Resources(
+        kernel.name,
+        arch,
+        found["REG"],
+        found["STACK"],
+        found["LOCAL"],
+        found["SHARED"],
+        fused,
+        len(re.findall(r"\.ftz\b", ptx)),
+    )
+
+
+def line(got: Resources) -> str:
+    text = f"{got.kernel:32} sm_{got.arch:<4} {got.registers:4} registers {got.stack_bytes:4} stack"
+    text += f" {got.local_bytes:4} local {got.shared_bytes:6} shared {got.fused:3} fused {got.flushed:3} flushed"
+    return text if got.good else text + "  BAD"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="compute capabilities, such as 80,90")
+    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="kvtier-triton-") as folder:
+        for kernel in kernels():
+            if options.only not in kernel.name:
+                continue
+            for arch in map(int, options.arch.split(",")):
+                got = compile_kernel(kernel, arch, Path(folder))
+                bad += not got.good
+                if options.json:
+                    print(json.dumps({**asdict(got), "good": got.good}), flush=True)
+                else:
+                    print(line(got), flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
