@@ -182,6 +182,11 @@ class TieredStore:
         for spiller in self._spillers.values():
             spiller.forget(list(keys), partial(self._deleted_below, list(keys)))
 
+    def deleting(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether pages that were deleted may still be in a lower tier."""
+        with self._lock:
+            return [key in self._deleting for key in keys]
+
     def _deleted_below(self, keys: list[bytes]) -> None:
         with self._lock:
             for key in keys:
@@ -348,10 +353,8 @@ class TieredStore:
         else:
             for i, pin in zip(unknown, pins, strict=True):
                 lookup.pins[i] = pin
-        if self.break_even.declines(self.host.name):
-            self._unpin([pin for i in unknown for pin in lookup.fail(i, MissReason.DECLINED)])
-            return
-        if UNPINNED not in pins:
+        slow = self.break_even.declines(self.host.name)
+        if UNPINNED not in pins and not slow:
             return
         absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
         below = self._find_below([(i, lookup.keys[i]) for i in absent])
@@ -359,7 +362,7 @@ class TieredStore:
         maybe = {i for i in absent if i not in below} if self._has_shared else set()
         if self._deleting:
             maybe = {i for i in maybe if lookup.keys[i] not in self._deleting}
-        declined = self._decline(lookup, below) if below else set()
+        declined = self._decline(lookup, below, unknown, slow)
         reach = len(lookup.keys)
         if not lookup.sparse:
             reach = next(
@@ -396,13 +399,16 @@ class TieredStore:
         self._unpin(released)
         self._promotions.start(promote, lookup, ask)
 
-    def _decline(self, lookup: Lookup, below: dict[int, str]) -> set[int]:
-        """Pages of `below` that are sooner computed than loaded; they are taken out of it. Behind the first one nothing
-        is of use."""
-        slow = {name for name in set(below.values()) if self.break_even.declines(name)}
-        declined = {i for i, name in below.items() if name in slow}
+    def _decline(self, lookup: Lookup, below: dict[int, str], unknown: list[int], slow: bool) -> set[int]:
+        """Pages that are sooner computed than loaded (`slow`: all of them): taken out of `below`, and let go."""
+        tiers = {name for name in set(below.values()) if slow or self.break_even.declines(name)}
+        declined = {i for i, name in below.items() if name in tiers}
         for i in declined:
             del below[i]
+        if slow:
+            here = [i for i in unknown if lookup.pins[i] != UNPINNED]
+            self._unpin([pin for i in here for pin in lookup.fail(i, MissReason.DECLINED)])
+            declined.update(here)
         return declined
 
     def _find_below(self, pages: list[tuple[int, bytes]]) -> dict[int, str]:

@@ -47,6 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.stored: set[int] = set()
         self.damaged: set[int] = set()
+        self.protected: set[int] = set()
         self.asked: dict[str, set[int]] = {}
         self.expected_lookups = 0
 
@@ -62,7 +63,10 @@ class StoreMachine(RuleBasedStateMachine):
         for page, _, slot in filled:
             self.store.host.view(slot)[:] = page_bytes(page)
             self.stored.add(page)
-        metas = [PageMeta(len(page_bytes(p)), 1, p, checksum(page_bytes(p), k), bytes(16)) for p, k, _ in filled]
+        metas = [
+            PageMeta(len(page_bytes(p)), 1, p, checksum(page_bytes(p), k), bytes(16), priority=p % 3 - 1)
+            for p, k, _ in filled
+        ]
         self.store.commit([k for _, k, _ in filled], [s for _, _, s in filled], metas)
         for page, answer in zip(pages, answers, strict=True):
             if answer is PutStatus.EXISTS:
@@ -99,18 +103,43 @@ class StoreMachine(RuleBasedStateMachine):
             assert meta.valid_tokens == page
             assert bytes(self.store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
 
-    @rule(request=REQUESTS)
-    def settle(self, request: str) -> None:
-        self.store.settle(request)
+    @rule(request=REQUESTS, loaded=st.booleans())
+    def settle(self, request: str, loaded: bool) -> None:
+        hits = sum(self.store.ledger.snapshot().hits.values())
+        self.store.settle(request, loaded=loaded)
         self.asked.pop(request, None)
+        assert loaded or hits == sum(self.store.ledger.snapshot().hits.values()), "what was not loaded is no hit"
+
+    @rule(pages=st.lists(PAGES, min_size=1, max_size=4, unique=True))
+    def delete(self, pages: list[int]) -> None:
+        """From this moment on nobody finds them, also not where their promotion was under way."""
+        self.store.delete([page_key(p) for p in pages])
+        self.stored.difference_update(pages)
+        for request in list(self.asked):
+            self.store.settle(request)  # what it has pinned stays what it was
+            del self.asked[request]
+
+    @rule(page=PAGES)
+    def protect(self, page: int) -> None:
+        (done,) = self.store.protect([page_key(page)])
+        if done:
+            assert page in self.stored
+            self.protected.add(page)
+
+    @rule()
+    def unprotect(self) -> None:
+        self.store.unprotect([page_key(p) for p in self.protected])
+        self.protected.clear()
 
     @rule()
     def flush(self) -> None:
-        assert self.store.flush(10.0)
+        """Every page that a lower tier is to have was offered to it."""
+        assert self.store.flush(30.0)
+        assert self.store.host.unwritten(0x7F, 100) == []
 
     @rule(page=PAGES)
     def damage(self, page: int) -> None:
-        assert self.store.flush(10.0)
+        assert self.store.flush(30.0)
         if self.corrupt(page):
             self.damaged.add(page)
 
@@ -118,10 +147,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         """Requests that are open are dropped, everything that was flushed may come back, nothing else."""
-        assert self.store.flush(10.0)
+        assert self.store.flush(30.0)
         self.store.close()
         self.check_sums()
         self.asked.clear()
+        self.protected.clear()
         self.expected_lookups = 0
         self.store = self.open()
 
@@ -146,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
             for request in list(self.asked):
                 self.store.settle(request)
             assert self.store.open_requests() == []
-            assert self.store.flush(10.0)
+            assert self.store.flush(30.0)
             self.check_sums()
             for tier in (self.store.host, *self.store.lower):
                 check_usage(tier.usage())

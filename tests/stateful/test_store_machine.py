@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from kvtier.placement import Admission, TierRules, Write
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.store import TieredStore
@@ -19,11 +20,15 @@ class HostAndNvme(StoreMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="kvtier-machine-"))
 
+    policy = "lru"
+    tier_rules = TierRules()
+
     def open(self) -> TieredStore:
         return TieredStore(
-            HostTier(16 * 4096),
-            [NvmeTier(self.directory, 40 * 4096, io_threads=2)],
+            HostTier(16 * 4096, policy=self.policy),
+            [NvmeTier(self.directory, 40 * 4096, io_threads=2, policy=self.policy)],
             promote_deadline_s=5.0,
+            rules={"nvme": self.tier_rules},
         )
 
     def corrupt(self, page: int) -> bool:
@@ -46,7 +51,29 @@ class HostAndNvme(StoreMachine):
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-HostAndNvme.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class WrittenBack(HostAndNvme):
+    tier_rules = TierRules(Write.BACK)
+
+
+class WrittenBackS3Fifo(WrittenBack):
+    policy = "s3fifo"
+
+
+class SecondUse(HostAndNvme):
+    policy = "s3fifo"
+    tier_rules = TierRules(Write.THROUGH, Admission.SECOND_USE)
+
+
+class SecondUseBack(HostAndNvme):
+    tier_rules = TierRules(Write.BACK, Admission.SECOND_USE)
+
+
+for machine in (HostAndNvme, WrittenBack, WrittenBackS3Fifo, SecondUse, SecondUseBack):
+    machine.TestCase.settings = settings(
+        max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 TestHostAndNvme = HostAndNvme.TestCase
+TestWrittenBack = WrittenBack.TestCase
+TestWrittenBackS3Fifo = WrittenBackS3Fifo.TestCase
+TestSecondUse = SecondUse.TestCase
+TestSecondUseBack = SecondUseBack.TestCase

@@ -450,4 +450,4 @@ def test_a_sparse_lookup_uses_pages_behind_a_gap(store: TieredStore) -> None:
         lookup.slots_of([3, 4])
     store.give_back(lookup, [0])
     store.settle("r")
-    assert ledger(store) == ({"host": 1, "nvme": 1}, {"absent": 4, "superseded": 1})
+    assert ledger(store) == ({"host": 1, "nvme": 1}, {"absent": 4, "dropped": 1})
