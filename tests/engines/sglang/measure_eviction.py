@@ -2,7 +2,7 @@
 not. About 5 minutes on two idle cores. From the root of a checkout:
 
     env=$(tools/env-sglang.sh | tail -n 1)
-    $env/bin/python -m tests.engines.sglang.measure_eviction
+    $env/bin/python -m tests.engines.sglang.measure_eviction [--generated 300] [--batches 8,32]
 
 The model is a random Llama whose keys and values are large beside its weights (8 layers, 8 query and 4 KV heads of 64,
 FP32: 32 KiB a token), so that at the contexts here attention dominates, as it does in large models at long ones. What
@@ -11,6 +11,7 @@ it writes means nothing; its speed does not depend on that. One line of JSON per
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -30,6 +31,10 @@ LIMIT_S = 1200.0
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generated", type=int, default=GENERATED_TOKENS, help="tokens of each answer")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="requests at a time")
+    given = parser.parse_args()
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory(prefix="kvtier-measure-") as name:
@@ -43,10 +48,10 @@ def main() -> None:
             "beta": BETA,
         }
         for label, methods in (("dense", None), ("triattention", [method])):
-            measure(label, folder, methods)
+            measure(label, folder, methods, given.generated, [int(n) for n in given.batches.split(",")])
 
 
-def measure(label: str, folder: Path, methods: list[dict[str, Any]] | None) -> None:
+def measure(label: str, folder: Path, methods: list[dict[str, Any]] | None, generated: int, batches: list[int]) -> None:
     from .engine_process import EngineProcess
 
     engine = EngineProcess(
@@ -57,23 +62,23 @@ def measure(label: str, folder: Path, methods: list[dict[str, Any]] | None) -> N
         dtype="float32",
         page_size=PAGE_TOKENS,
         max_total_tokens=POOL_TOKENS,
-        max_running_requests=max(BATCHES),
+        max_running_requests=max(batches),
         log_level="warning",
     )
     try:
         engine.one("warm-up", prompt(99), tokens=4)
-        for batch in BATCHES:
-            requests = [{"rid": f"{batch}-{n:02}", "ids": prompt(n), "tokens": GENERATED_TOKENS} for n in range(batch)]
+        for batch in batches:
+            requests = [{"rid": f"{batch}-{n:02}", "ids": prompt(n), "tokens": generated} for n in range(batch)]
             start = time.perf_counter()
             answers = engine.generate(*requests, limit_s=LIMIT_S)
             seconds = time.perf_counter() - start
-            if not all(len(a["ids"]) == GENERATED_TOKENS for a in answers):
+            if not all(len(a["ids"]) == generated for a in answers):
                 raise SystemExit(f"{label}: not every request of {batch} was answered: {answers}")
             record = {
                 "method": label,
                 "budget": BUDGET if methods else None,
                 "batch": batch,
-                "decode_tok_per_s": round(batch * GENERATED_TOKENS / seconds, 1),
+                "decode_tok_per_s": round(batch * generated / seconds, 1),
                 "seconds": round(seconds, 1),
                 "retractions": engine.log.read_text(errors="replace").count("Retract requests"),
             }
