@@ -33,6 +33,7 @@ from kvtier.keys import Namespace
 from kvtier.lookup import Lookup
 from kvtier.mover import OffloadResult, OnboardResult, PageMover, Ticket, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
 from kvtier.workers import WorkerPool
@@ -165,7 +166,10 @@ class KVTierLinker(UnifiedCacheLinker):
             if config.http is not None:
                 nbytes = self._mover.layout(self._codec).cold_page_bytes
                 self._http = HttpExporter(
-                    self.ledger.registry, HttpOptions.of(config.http), ready=lambda: store_ready(self._store, nbytes)
+                    self.ledger.registry,
+                    HttpOptions.of(config.http),
+                    ready=lambda: store_ready(self._store, nbytes),
+                    page=StatusPage(self.ledger.registry, config, lambda: self._store.observer),
                 )
                 _log.info("kvtier metrics on %s/metrics", self._http.url)
         except BaseException:
@@ -215,10 +219,11 @@ class KVTierLinker(UnifiedCacheLinker):
     def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
         known = self._asked.get(rid)
         if known is not None and (known.first, known.last, known.pages) == (hashes[0], hashes[-1], len(hashes)):
-            keys = known.lookup.keys
+            keys, digests = known.lookup.keys, known.lookup.hashes
         else:
-            keys = self._namespace.page_keys(page_hashes(hashes))
-        lookup = self._store.lookup(rid, keys)  # another object if the lease of the last one has ended
+            digests = page_hashes(hashes)
+            keys = self._namespace.page_keys(digests)
+        lookup = self._store.lookup(rid, keys, hashes=digests)  # another object if the lease of the last one has ended
         self._asked[rid] = _Asked(hashes[0], hashes[-1], len(hashes), lookup)
         return lookup
 

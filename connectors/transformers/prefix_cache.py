@@ -27,6 +27,7 @@ from kvtier.ledger import Ledger
 from kvtier.lookup import Lookup
 from kvtier.mover import OffloadResult, PageMover, Ticket, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.spec import DType, PageSpec
 
@@ -94,6 +95,7 @@ class PrefixCache:
                     store.ledger.registry,
                     HttpOptions.of(config.http),
                     ready=lambda: store_ready(store, nbytes),
+                    page=StatusPage(store.ledger.registry, config, lambda: store.observer),
                 )
             return prefixes
         except BaseException:
@@ -120,7 +122,7 @@ class PrefixCache:
             return Restored(DynamicCache(config=self._config), 0, {})
         # Never the caller's id alone: two requests under one would load each other's pages.
         request_id = f"{request_id}#{next(self._restores)}"
-        lookup = self.store.lookup(request_id, self.mover.namespace.page_keys(hashes))
+        lookup = self.store.lookup(request_id, self.mover.namespace.page_keys(hashes), hashes=hashes)
         try:
             self.store.hold(lookup)
             pages = self.store.wait(lookup)

@@ -283,7 +283,7 @@ def test_another_model_never_hits(tmp_path: Path, change: str) -> None:
     with open_cache(model, config, name="other" if change == "name" else "tiny") as prefixes:
         restored = prefixes.restore("r", ids)
         assert (restored.tokens, restored.pages) == (0, {})
-        assert balanced(prefixes) == {"absent": 3}
+        assert balanced(prefixes) == {"namespace": 3}, "the stored origins show it"
     with open_cache(llama(), block(tmp_path)) as prefixes:
         assert prefixes.restore("r", ids).tokens == 3 * PAGE, "the other model's run must not cost stored pages"
 

@@ -156,7 +156,7 @@ def test_pages_of_one_token_a_bad_page_on_disk_and_another_model(
     third = run(other, block(nvme), page_size=1)
     assert third.one("other", prompt(3))["cached"] == 0
     metrics = third.metrics()
-    assert metrics['kvtier_hits_total{tier="nvme"}'] == 0 and metrics['kvtier_misses_total{reason="absent"}'] > 0
+    assert metrics['kvtier_hits_total{tier="nvme"}'] == 0 and metrics['kvtier_misses_total{reason="namespace"}'] > 0
 
 
 @pytest.mark.timeout(400)
