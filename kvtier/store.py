@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from kvtier.abc.tier import PageMeta, PutStatus, Removal, RemovalListener, Slot, StagingTier, Tier
+from kvtier.abc.tier import SLOT_ALIGN, PageMeta, PutStatus, Removal, RemovalListener, Slot, StagingTier, Tier
 from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.ledger import Ledger, MissReason
@@ -177,6 +177,9 @@ class TieredStore:
             for key in keys if self._protected else ():
                 self._protected.pop(key, None)
             self._promotions.cancel(keys)
+        with self._evicted_lock:
+            for key in keys:
+                self._evicted.pop(key, None)
         self.host.delete_many(keys)
         self.observer.deleted(keys)
         for spiller in self._spillers.values():
@@ -202,9 +205,10 @@ class TieredStore:
         with self._lock:
             for key in keys:
                 tiers = [t for t in (self.host, *self.lower) if not t.capabilities.shared]
-                nbytes = max((t.length_many([key])[0] for t in tiers), default=-1)
+                nbytes = max(t.length_many([key])[0] for t in tiers)
+                nbytes = -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
                 fits = key in self._protected or sum(self._protected.values()) + nbytes <= limit
-                done.append(nbytes >= 0 and fits and key not in self._deleting)
+                done.append(nbytes > 0 and fits and key not in self._deleting)
                 if done[-1]:
                     self._protected[key] = nbytes
                     for tier in tiers:

@@ -7,10 +7,10 @@ are gathered as columns, so that passing over many costs little.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -259,15 +259,17 @@ class Age:
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._marks: deque[tuple[float, int]] = deque()
+        self._asked_at = monotonic()
         self._look_at = 0.0
 
     def horizon(self, clock: int) -> int:
-        """Rows whose last use is not after this value of the clock are too old. -1 where nothing new is."""
-        now = time.monotonic()
+        """Rows whose last use is not after this value of the clock are too old. -1 where nothing new is. To be asked
+        before every use: what the clock says now, it has said since then."""
+        since, self._asked_at = self._asked_at, (now := monotonic())
         if now < self._look_at:
             return -1
         self._look_at = now + self._ttl_s / _TTL_STEPS
-        self._marks.append((now, clock))
+        self._marks.append((since, clock))
         old = -1
         while self._marks and self._marks[0][0] <= now - self._ttl_s:
             old = self._marks.popleft()[1]

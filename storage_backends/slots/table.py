@@ -178,6 +178,7 @@ class SlotTable:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Pages were used, in the order of `keys`, without being read here."""
+        self._expire()
         present = np.array([row for row in self.find(keys) if row >= 0], np.int64)
         if len(present):
             self._order.use(present)
