@@ -15,10 +15,12 @@ from kvtier.cli import (
     eval_lossless,
     eval_round_trip,
     eval_triattention,
+    explain,
     replay,
     serve,
     size,
     top,
+    torture,
 )
 
 app = typer.Typer(
@@ -50,6 +52,8 @@ app.add_typer(bench.app, name="bench")
 app.command()(replay.replay)
 app.command()(serve.serve)
 app.command()(top.top)
+app.command()(explain.explain)
+app.command()(torture.torture)
 app.command()(calibrate.calibrate)
 
 evaluations = typer.Typer(help="What a method costs and gains on a real model.", no_args_is_help=True)
