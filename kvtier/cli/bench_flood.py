@@ -21,6 +21,8 @@ from kvtier.errors import KVTierError
 
 WRITERS = 2
 _KEYS = 8
+_WRITTEN_MIN = 20
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,11 @@ def measure(path: Path, nbytes: int, gets: int) -> FloodRun:
         idle = [_timed(reader, out) for _ in range(gets)]
         with _writers(path, nbytes) as written:
             before, start = written(), time.monotonic()
-            flooded = [_timed(reader, out) for _ in range(gets)]
+            flooded: list[float] = []
+            while len(flooded) < gets or written() - before < _WRITTEN_MIN * nbytes:
+                flooded.append(_timed(reader, out))
+                if time.monotonic() - start > _PATIENCE_S:
+                    raise KVTierError(f"{len(flooded)} GETs among {WRITERS} writers took {_PATIENCE_S} s")
             rate = (written() - before) / (time.monotonic() - start)
     return FloodRun(_p99(idle), _p99(flooded), rate)
 
@@ -107,7 +113,7 @@ class _Written:
     def _read(self) -> None:
         lines = self._process.stdout
         while lines is not None and lines.readline():
-            self._count += 10
+            self._count += 1
             self.started.set()
 
 
@@ -135,13 +141,12 @@ def _write_on(path: str, nbytes: int, first: int) -> None:
         n = 0
         while True:
             set_value(connection, b"written%d" % (first + n % _KEYS), value)
+            os.write(1, b".\n")
             n += 1
-            if n % 10 == 0:
-                os.write(1, b".\n")
 
 
 def main(path: str, nbytes: int) -> None:
-    """Write on and on; a line for every ten values. Ends by being killed."""
+    """Write on and on; a line for every value. Ends by being killed."""
     for i in range(1, WRITERS):
         threading.Thread(target=_write_on, args=(path, nbytes, 1000 * i), daemon=True).start()
     _write_on(path, nbytes, 0)

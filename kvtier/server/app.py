@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvtier.config import Config
+from kvtier.config import Config, NvmeTierConfig
 from kvtier.server.commands import NAMES
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.keyspace import Keyspace
@@ -21,12 +21,14 @@ from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.server.session import Shared
 from kvtier.server.stats import ServerStats
+from kvtier.server.voided import Voided
 from kvtier.store import TieredStore
 
 _log = logging.getLogger(__name__)
 
 _SWEEP_EVERY_S = 1.0
 _PROBE_BYTES = 4096
+_SHARD = "server"
 
 
 class _StoreMetrics(Collector):
@@ -57,6 +59,7 @@ class CacheServer:
         self.stats = ServerStats(NAMES, lambda: self.keyspace.refused, self.keyspace.used_by)
         self.store: TieredStore | None = None
         self.http: HttpExporter | None = None
+        self._voided: Voided | None = None
         self._listeners: list[Listener] = []
         self._sweeper = threading.Thread(target=self._sweep, name="kvtier-sweep", daemon=True)
         shared = Shared(self.keyspace, options.users, self.stats, options, time.time())
@@ -68,8 +71,11 @@ class CacheServer:
                 registry.register(_StoreMetrics(self))
                 page = StatusPage(registry, config, lambda: None if self.store is None else self.store.observer)
                 self.http = HttpExporter(registry, http, ready=self._not_ready, page=page)
-            self.store = open_store(config, shard="server", on_removed=self.keyspace.removed)
-            self.keyspace.attach(self.store)
+            self.store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed)
+            disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)
+            if disk is not None:  # behind the tier, which makes sure that it is the only one in its directory
+                self._voided = Voided(disk.path[0].expanduser() / _SHARD / "voided.log")
+            self.keyspace.attach(self.store, self._voided)
             for listen in options.listen:
                 self._listeners.append(Listener(listen, self._clients, tls))
         except BaseException:
@@ -100,6 +106,8 @@ class CacheServer:
             if not self.store.flush(max(0.1, give_up - time.monotonic())):
                 _log.warning("stopped before every value was written to the lower tiers")
             self.store.close()
+        if self._voided is not None:
+            self._voided.close()
         if self.http is not None:
             self.http.close()
 

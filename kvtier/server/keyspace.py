@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
+from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
 from kvtier.ledger import MissReason
 from kvtier.lookup import Pin
+from kvtier.server.voided import Voided
 from kvtier.store import TieredStore
 
 KEY_MAX_BYTES = 240
@@ -87,6 +88,7 @@ class Keyspace:
         self._lock = threading.Lock()
         self._sequence = 0
         self._requests = itertools.count()
+        self._voided: Voided | None = None
         self._keys: Counter[int] = Counter()
         self._used: Counter[str] = Counter()
         self._expiring = 0
@@ -94,15 +96,18 @@ class Keyspace:
         self.refused: Counter[str] = Counter()
         """Values that were not taken, by reason."""
 
-    def attach(self, store: TieredStore) -> None:
+    def attach(self, store: TieredStore, voided: Voided | None = None) -> None:
         """Serve from `store`, which must have been made with `on_removed=self.removed`; find the keys that its tiers
-        already have."""
+        already have. voided: where tiers outlive the process."""
         self.store = store
+        self._voided = voided
         superseded = []
         for tier in store.lower:
             scan = getattr(tier, "scan", None)
             for page, meta in scan() if scan is not None else ():
-                if meta.spec == _SPEC and len(meta.origin) > _ORIGIN.size:
+                if meta.spec == _SPEC and voided is not None and voided.covers(page):
+                    superseded.append(page)
+                elif meta.spec == _SPEC and len(meta.origin) > _ORIGIN.size:
                     database, expires_ms = _ORIGIN.unpack_from(meta.origin)
                     key = bytes(meta.origin[_ORIGIN.size :])
                     entry = Entry(database, key, page, meta.nbytes, expires_ms, self._owner(key))
@@ -117,6 +122,8 @@ class Keyspace:
                         self._sequence = max(self._sequence, int.from_bytes(page[_HASH_BYTES:], "big"))
         if superseded:
             store.delete(superseded)
+        if voided is not None:
+            voided.opened()
 
     # ---- writing
 
@@ -168,9 +175,7 @@ class Keyspace:
             self.abort(reservation)
             return False
         if old is not None:
-            self.store.delete([old.page])
-            # Observers know both pages by the name that they share, and have just heard that it was deleted.
-            self.store.observer.stored([page], [meta])
+            self._delete([old.page])
         return True
 
     def expire(self, database: int, key: bytes, expires_ms: int) -> bool:
@@ -202,7 +207,7 @@ class Keyspace:
         with self._lock:
             names = [_hash(database, key) for key in keys]
             gone = [e for name in names if (e := self._unset(name)) is not None]
-        self.store.delete([e.page for e in gone])
+        self._delete([e.page for e in gone])
         return sum(not _is_over(e) for e in gone)
 
     def flush(self, database: int, owns: Callable[[bytes], bool]) -> int:
@@ -223,11 +228,9 @@ class Keyspace:
             entry = self._alive(name)
         if entry is None:
             self.store.ledger.settle({}, {MissReason.ABSENT: 1})
-            self.store.observer.looked_up([name.ljust(KEY_BYTES, b"\0")])
             return None
         (pinned,) = self.store.host.pin_many([entry.page])
         if pinned >= 0:  # the usual case, without the detour of a lookup, which is for pages that must come first
-            self.store.observer.looked_up([entry.page])
             return self._verified(self.store.host.pinned_many([pinned])[0], entry, "")
         request = f"get-{next(self._requests)}"
         lookup = self.store.lookup(request, [entry.page])
@@ -308,8 +311,16 @@ class Keyspace:
             if entry is not None and entry.page == page and not self._resident(page):
                 self._drop(page)
 
+    def _delete(self, pages: list[bytes]) -> None:
+        """Delete pages that clients overwrote or deleted: from now on for good."""
+        if pages and self._voided is not None:
+            self._voided.add(pages)
+        self.store.delete(pages)
+
     def sweep(self) -> int:
         """Remove values whose time is over; returns how many."""
+        if self._voided is not None:
+            self._voided.compact(self.store.deleting)
         if not self._expiring:
             return 0
         over = [e for e in self.entries() if _is_over(e)]

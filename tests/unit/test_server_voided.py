@@ -1,0 +1,104 @@
+"""The log of overwritten values: what it knows after a crash, torn ends, full disks, and how it stays short."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.server import voided
+from kvtier.server.voided import Voided
+
+
+def page(name: int, number: int) -> bytes:
+    return bytes([name]) * 24 + number.to_bytes(8, "big")
+
+
+def again(path: Path) -> Voided:
+    """As after a kill: a second look at the file, while the first one was not closed."""
+    return Voided(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "voided.log"
+
+
+def test_what_was_voided_is_known_after_a_crash(path: Path) -> None:
+    log = Voided(path)
+    log.add([page(1, 5), page(2, 7)])
+    log.add([page(1, 3)])
+    found = again(path)
+    covered = {(n, i) for n in (1, 2, 3) for i in range(10) if found.covers(page(n, i))}
+    assert covered == {(1, i) for i in range(6)} | {(2, i) for i in range(8)}
+    found.opened()
+    assert not found.covers(page(1, 1))
+    log.close()
+    found.close()
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "foreign"])
+def test_a_damaged_end_is_cut_off_and_written_over(path: Path, damage: str) -> None:
+    log = Voided(path)
+    log.add([page(1, 5), page(2, 5)])
+    log.close()
+    raw = bytearray(path.read_bytes())
+    if damage == "torn":
+        del raw[-1]
+    elif damage == "flipped":
+        raw[-30] ^= 1
+    else:
+        raw = bytearray(b"not a log")
+    path.write_bytes(raw)
+    log = Voided(path)
+    assert log.covers(page(1, 5)) == (damage != "foreign") and not log.covers(page(2, 5))
+    log.add([page(3, 5)])
+    found = again(path)
+    assert found.covers(page(3, 5)) and found.covers(page(1, 5)) == (damage != "foreign")
+    log.close()
+    found.close()
+
+
+def test_it_stays_short_and_keeps_what_is_pending(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voided, "_COMPACT_BYTES", 4000)
+    log = Voided(path)
+    log.add([page(1, n) for n in range(50)])
+    log.compact(lambda pages: [False] * len(pages))
+    assert path.stat().st_size == 2000, "not long enough to be worth it"
+    log.add([page(n % 250, 100 + n) for n in range(60)])
+    log.compact(lambda pages: [p == page(7, 107) for p in pages])
+    assert path.stat().st_size == 40
+    log.add([page(9, 1)])
+    found = again(path)
+    assert found.covers(page(7, 107)) and found.covers(page(9, 1)) and not found.covers(page(1, 1))
+    log.close()
+    found.close()
+
+
+def test_a_full_disk_is_counted_and_leaves_a_whole_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Voided(path)
+    log.add([page(1, 1)])
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:50]))
+        log.add([page(2, 1), page(3, 1)])
+        patch.setattr(os, "write", no_space)
+        log.add([page(4, 1)])
+    assert log.errors == 3
+    log.add([page(5, 1)])
+    found = again(path)
+    assert [n for n in range(1, 6) if found.covers(page(n, 1))] == [1, 2, 5]
+    log.close()
+    found.close()
+
+
+def no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"voided\.log"):
+        Voided(tmp_path / "file" / "voided.log")
