@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvtier.abc.tier import Slot
 from kvtier.build import open_codec, open_store
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError, SpecError
@@ -30,13 +31,13 @@ SPEC = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=TOK
 HASHES = [b"page-%04d" % i for i in range(PAGES)]
 
 
-def config(directory: Path, quant: str = "nvfp4", host: str = "4MiB") -> Config:
+def config(directory: Path, quant: str = "nvfp4", host: str = "4MiB", write: str = "through") -> Config:
     return parse_config(
         {
             "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": quant}],
             "tiers": [
                 {"type": "host", "capacity": host},
-                {"type": "nvme", "path": str(directory), "capacity": "8MiB", "io_threads": 2},
+                {"type": "nvme", "path": str(directory), "capacity": "8MiB", "io_threads": 2, "write": write},
             ],
         }
     )
@@ -294,6 +295,57 @@ def test_another_models_geometry_is_refused(tmp_path: Path) -> None:
         PageMover(mover.store, SPEC, mover.namespace, open_codec(config(tmp_path, "none"), SPEC))
     close(mover)
 
+
+def test_an_offload_waits_for_room_once_however_many_pages_it_has(tmp_path: Path) -> None:
+    """Every batch of it used to wait for itself: an offload of 64 batches held a worker for 64 times as long."""
+    one = config(tmp_path, host="64KiB")
+    codec = open_codec(one, SPEC)
+    namespace = Namespace.of(SPEC, policy_of(codec), model="m", weights="00", dtype="bf16")
+    mover = PageMover(open_store(one), SPEC, namespace, codec, workers=1, offload_wait_s=0.5)
+    filler = [bytes([n]) * 32 for n in range(16)]
+    slots = mover.store.host.reserve_many(filler, [4096] * 16)
+    assert all(isinstance(slot, Slot) for slot in slots)
+    pages = 16 * PAGES  # as many batches as the pool has pages
+    start = time.monotonic()
+    outcomes = mover.offload(
+        HotPool.of(SPEC, arrays(), HotLayout.NHD), [b"%d" % n for n in range(pages)], [n % PAGES for n in range(pages)]
+    ).result(60.0)
+    assert outcomes.outcomes == {OffloadOutcome.FULL: pages}
+    assert 0.4 < time.monotonic() - start < 0.5 * 8, "24 batches would take 12 s"
+    mover.store.host.abort_many(filler, [slot for slot in slots if isinstance(slot, Slot)])
+    close(mover)
+
+
+def test_what_is_written_back_survives_an_orderly_end_and_not_a_kill(tmp_path: Path) -> None:
+    mover = open_mover(config(tmp_path, write="back"))
+    assert offload(mover, arrays()) == {OffloadOutcome.STORED: PAGES}
+    assert mover.store.drain(30.0) and mover.store.lower[0].usage().resident_pages == 0
+    mover.close()
+    mover.store.close(30.0)
+    again = open_mover(config(tmp_path, write="back"))
+    assert again.store.lower[0].usage().recovered_pages == PAGES
+    assert restore(again)[1] == PAGES
+    close(again)
+    killed = tmp_path / "killed"
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(killed), str(Path(__file__).parent)], capture_output=True, timeout=120
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    after = open_mover(config(killed, write="back"))
+    assert restore(after)[1] == 0, "documented: what was in host memory alone is gone"
+    assert after.store.ledger.snapshot().misses["absent"] == PAGES
+    close(after)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_mover as t
+mover = t.open_mover(t.config(Path(sys.argv[1]), write="back"))
+t.offload(mover, t.arrays())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 CHILD = """
 import sys

@@ -221,3 +221,42 @@ def test_bad_sizes(text: object) -> None:
 @pytest.mark.parametrize(("text", "expected"), [("250ms", 0.25), ("2s", 2.0), ("1d", 86400.0), (3, 3.0)])
 def test_times(text: str | int, expected: float) -> None:
     assert parse_seconds(text) == expected
+
+
+def test_what_lower_tiers_are_given() -> None:
+    default = parse_config({"tiers": [HOST, NVME]})
+    (_, nvme) = default.tiers
+    assert isinstance(nvme, NvmeTierConfig)
+    assert (nvme.write, nvme.admission, nvme.refresh, nvme.policy, nvme.ttl) == ("through", "always", True, "lru", None)
+    assert (default.priority, default.break_even, default.prefill_s_per_token) == ("normal", True, None)
+    other = parse_config(
+        {
+            "tiers": [
+                {**HOST, "policy": "s3fifo", "ttl": "1d", "budget": {"path": "/dev/shm/budget", "capacity": "64GiB"}},
+                {**NVME, "write": "back", "admission": "second_use", "refresh": False, "policy": "s3fifo", "ttl": "7d"},
+            ],
+            "priority": "low",
+            "break_even": False,
+            "prefill_s_per_token": 0.00002,
+        }
+    )
+    host = other.tiers[0]
+    assert isinstance(host, HostTierConfig) and host.budget is not None
+    assert (host.policy, host.ttl, host.budget.capacity) == ("s3fifo", 86400.0, 64 << 30)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tiers": [HOST, {**NVME, "write": "behind"}]}, r"tiers\[1\].write' = 'behind'.*'through', 'back' or 'none'"),
+        ({"tiers": [HOST, {**NVME, "admission": "twice"}]}, r"tiers\[1\].admission' = 'twice'.*'second_use'"),
+        ({"tiers": [{**HOST, "policy": "fifo"}]}, r"tiers\[0\].policy' = 'fifo'.*'lru' or 's3fifo'"),
+        ({"tiers": [{**HOST, "write": "back"}]}, r"unknown option 'tiers\[0\].write'"),
+        ({"tiers": [{**HOST, "budget": {"capacity": "1GiB"}}]}, r"'tiers\[0\].budget.path' is missing"),
+        ({"tiers": [HOST], "priority": "urgent"}, r"'priority' = 'urgent'.*'low', 'normal' or 'high'"),
+        ({"tiers": [HOST], "prefill_s_per_token": 0}, r"'prefill_s_per_token' = 0.*greater than 0"),
+    ],
+)
+def test_policies_that_do_not_exist_are_named(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(option)
