@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from kvtier.abc.tier import PageMeta, PutStatus, Removal, RemovalListener, Slot, StagingTier, Tier
+from kvtier.abc.tier import SLOT_ALIGN, PageMeta, PutStatus, Removal, RemovalListener, Slot, StagingTier, Tier
 from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.ledger import Ledger, MissReason
@@ -177,6 +177,9 @@ class TieredStore:
             for key in keys if self._protected else ():
                 self._protected.pop(key, None)
             self._promotions.cancel(keys)
+        with self._evicted_lock:
+            for key in keys:
+                self._evicted.pop(key, None)
         self.host.delete_many(keys)
         self.observer.deleted(keys)
         for spiller in self._spillers.values():
@@ -202,9 +205,10 @@ class TieredStore:
         with self._lock:
             for key in keys:
                 tiers = [t for t in (self.host, *self.lower) if not t.capabilities.shared]
-                nbytes = max((t.length_many([key])[0] for t in tiers), default=-1)
+                nbytes = max(t.length_many([key])[0] for t in tiers)
+                nbytes = -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
                 fits = key in self._protected or sum(self._protected.values()) + nbytes <= limit
-                done.append(nbytes >= 0 and fits and key not in self._deleting)
+                done.append(nbytes > 0 and fits and key not in self._deleting)
                 if done[-1]:
                     self._protected[key] = nbytes
                     for tier in tiers:
@@ -353,10 +357,8 @@ class TieredStore:
         else:
             for i, pin in zip(unknown, pins, strict=True):
                 lookup.pins[i] = pin
-        if self.break_even.declines(self.host.name):
-            self._unpin([pin for i in unknown for pin in lookup.fail(i, MissReason.DECLINED)])
-            return
-        if UNPINNED not in pins:
+        slow = self.break_even.declines(self.host.name)
+        if UNPINNED not in pins and not slow:
             return
         absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
         below = self._find_below([(i, lookup.keys[i]) for i in absent])
@@ -364,7 +366,7 @@ class TieredStore:
         maybe = {i for i in absent if i not in below} if self._has_shared else set()
         if self._deleting:
             maybe = {i for i in maybe if lookup.keys[i] not in self._deleting}
-        declined = self._decline(lookup, below) if below else set()
+        declined = self._decline(lookup, below, unknown, slow)
         reach = len(lookup.keys)
         if not lookup.sparse:
             reach = next(
@@ -401,13 +403,16 @@ class TieredStore:
         self._unpin(released)
         self._promotions.start(promote, lookup, ask)
 
-    def _decline(self, lookup: Lookup, below: dict[int, str]) -> set[int]:
-        """Pages of `below` that are sooner computed than loaded; they are taken out of it. Behind the first one nothing
-        is of use."""
-        slow = {name for name in set(below.values()) if self.break_even.declines(name)}
-        declined = {i for i, name in below.items() if name in slow}
+    def _decline(self, lookup: Lookup, below: dict[int, str], unknown: list[int], slow: bool) -> set[int]:
+        """Pages that are sooner computed than loaded (`slow`: all of them): taken out of `below`, and let go."""
+        tiers = {name for name in set(below.values()) if slow or self.break_even.declines(name)}
+        declined = {i for i, name in below.items() if name in tiers}
         for i in declined:
             del below[i]
+        if slow:
+            here = [i for i in unknown if lookup.pins[i] != UNPINNED]
+            self._unpin([pin for i in here for pin in lookup.fail(i, MissReason.DECLINED)])
+            declined.update(here)
         return declined
 
     def _find_below(self, pages: list[tuple[int, bytes]]) -> dict[int, str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
+from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
 from kvtier.ledger import MissReason
@@ -160,7 +160,9 @@ class Keyspace:
         """Publish a received value under its key; False where ``only_new`` forbids it (it is given back then)."""
         page, slot = reservation.page, reservation.slot
         name = _hash(database, key)
-        meta = PageMeta(slot.nbytes, _FORM, 0, reservation.check.digest(), _SPEC, _ORIGIN.pack(database, expires_ms) + key)
+        meta = PageMeta(
+            slot.nbytes, _FORM, 0, reservation.check.digest(), _SPEC, _ORIGIN.pack(database, expires_ms) + key
+        )
         with self._lock:
             old = self._entry(name)
             if only_new and old is not None and not _is_over(old):
@@ -176,6 +178,8 @@ class Keyspace:
             return False
         if old is not None:
             self._delete([old.page])
+            # Observers know both pages by the name that they share, and have just heard that it was deleted.
+            self.store.observer.stored([page], [meta])
         return True
 
     def expire(self, database: int, key: bytes, expires_ms: int) -> bool:
@@ -228,9 +232,11 @@ class Keyspace:
             entry = self._alive(name)
         if entry is None:
             self.store.ledger.settle({}, {MissReason.ABSENT: 1})
+            self.store.observer.looked_up([name.ljust(KEY_BYTES, b"\0")])
             return None
         (pinned,) = self.store.host.pin_many([entry.page])
         if pinned >= 0:  # the usual case, without the detour of a lookup, which is for pages that must come first
+            self.store.observer.looked_up([entry.page])
             return self._verified(self.store.host.pinned_many([pinned])[0], entry, "")
         request = f"get-{next(self._requests)}"
         lookup = self.store.lookup(request, [entry.page])
