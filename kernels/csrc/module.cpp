@@ -197,6 +197,7 @@ void dequantize(const Vector<const uint8_t>& data, const Vector<const uint8_t>& 
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // an engine may end with its store open; that is no news for its users
   m.doc() = "kvtier native kernels. Every call releases the GIL while bytes move; ValueError before anything is written.";
   m.attr("PLAN_FIELDS") = kPlanFields;
 
