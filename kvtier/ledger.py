@@ -210,6 +210,11 @@ class Ledger(Collector):
             self._ages += buckets
             self._ages_sum_s += float(ages.sum())
 
+    @property
+    def violations(self) -> int:
+        """Sums that were found not to hold; 0 unless somebody checks."""
+        return self._violations
+
     def violated(self) -> None:
         """A sum that must hold was found not to; checked with `debug` only."""
         with self._lock:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 ROWS = 1 << 17
 """Hashes that are remembered at most; 2 MiB. A newer one takes the place of an older one that falls on the same row."""
 
 
 class Origins:
-    """Thread-safe. Hashes are the engine's, digests of at least 8 bytes; keys are page keys."""
+    """Thread-safe. Hashes are the engine's, any bytes; keys are page keys."""
 
     def __init__(self, rows: int = ROWS) -> None:
         self._lock = threading.Lock()
@@ -22,8 +23,8 @@ class Origins:
         self._keys = np.zeros(rows, np.uint64)
 
     def stored(self, origins: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """Pages were stored; those whose origin is shorter than a hash are left out."""
-        pairs = [(origin, key) for origin, key in zip(origins, keys, strict=True) if len(origin) >= 8]
+        """Pages were stored; those without an origin are left out."""
+        pairs = [(origin, key) for origin, key in zip(origins, keys, strict=True) if origin]
         hashes, ids = _numbers([origin for origin, _ in pairs]), _numbers([key for _, key in pairs])
         rows = hashes % np.uint64(len(self._hashes))
         with self._lock:
@@ -39,4 +40,4 @@ class Origins:
 
 
 def _numbers(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(b"".join(digest[:8].ljust(8, b"\0") for digest in digests), np.uint64)
+    return np.fromiter(map(xxh3_64_intdigest, digests), np.uint64, len(digests))

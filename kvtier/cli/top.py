@@ -43,7 +43,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    client = Client(url, _token(token_file))
+    client = Client(url, token_of(token_file))
     console = Console()
     if json_output:
         typer.echo(json.dumps(figures(client.status())))
@@ -65,7 +65,8 @@ def top(
         return
 
 
-def _token(file: Path | None) -> str:
+def token_of(file: Path | None) -> str:
+    """The token in `file`, or in the environment; empty where there is none."""
     from kvtier.server.http import TOKEN_VARIABLE, HttpOptions
 
     if file is None:

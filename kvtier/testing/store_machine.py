@@ -168,6 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         snapshot = self.store.ledger.snapshot()
         assert snapshot.lookups == self.expected_lookups
         assert sum(snapshot.errors.values()) == 0
+        assert self.store.ledger.violations == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

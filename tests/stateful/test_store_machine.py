@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from kvtier.ledger import Ledger
+from kvtier.observe import ObserveOptions, Watch
 from kvtier.placement import Admission, TierRules, Write
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
@@ -24,11 +26,20 @@ class HostAndNvme(StoreMachine):
     tier_rules = TierRules()
 
     def open(self) -> TieredStore:
-        return TieredStore(
+        tiers = (
             HostTier(16 * 4096, policy=self.policy),
-            [NvmeTier(self.directory, 40 * 4096, io_threads=2, policy=self.policy)],
+            NvmeTier(self.directory, 40 * 4096, io_threads=2, policy=self.policy),
+        )
+        ledger = Ledger([tier.name for tier in tiers])
+        # Every sum is checked at each request, and every request's outcomes page by page.
+        watch = Watch(ObserveOptions(explain_sample=1.0, debug=True), ledger, {t.name: t.usage for t in tiers})
+        return TieredStore(
+            tiers[0],
+            tiers[1:],
+            ledger,
             promote_deadline_s=5.0,
             rules={"nvme": self.tier_rules},
+            observer=watch,
         )
 
     def corrupt(self, page: int) -> bool:
