@@ -145,9 +145,20 @@ def test_pages_over_the_error_budget_are_stored_without_loss_and_counted(tmp_pat
             OffloadOutcome.STORED_OVER_BUDGET: 1,
             OffloadOutcome.STORED_RAW: 1,
         }
+        registry = mover.store.ledger.registry
+        counted = {
+            outcome: registry.get_sample_value("kvtier_offload_pages_total", {"outcome": outcome})
+            for outcome in ("stored", "stored_raw", "stored_over_budget")
+        }
+        assert counted == {"stored": PAGES - 2, "stored_raw": 1, "stored_over_budget": 1}
+        cold = mover.layout(mover._codec).cold_page_bytes
+        assert mover.store.ledger.snapshot().cold_bytes["offload"] == (PAGES - 2) * cold + 2 * SPEC.hot_page_bytes
+        assert mover.store.flush(10.0)
+    with open_mover(tmp_path, quant="nvfp4") as mover:  # from disk; the budget is not part of what a page is
         out = restore(mover)
     for got, exact in zip(out, data, strict=True):
         np.testing.assert_array_equal(got[:TOKENS], exact[:TOKENS])
+        np.testing.assert_array_equal(got[3 * TOKENS : 4 * TOKENS], exact[3 * TOKENS : 4 * TOKENS])
 
 
 def test_the_quality_sample_shows_k_and_v_of_each_layer(tmp_path: Path) -> None:
