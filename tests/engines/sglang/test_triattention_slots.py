@@ -40,7 +40,8 @@ class Running:
         pages = -(-ROWS // page)
         slots = self.engine.allocator.alloc(requests * pages * page)
         order = torch.randperm(requests * pages, generator=draw).view(requests, pages)
-        self.reqs, self.live = [], []
+        self.reqs: list[Any] = []
+        self.live: list[LiveRequest] = []
         for n in range(requests):
             own = (slots[::page][order[n]][:, None] + torch.arange(page)).flatten()
             self.add(n, own)

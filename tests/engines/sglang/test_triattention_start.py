@@ -227,7 +227,7 @@ def test_a_rotary_embedding_that_is_not_the_models_is_refused() -> None:
     half = np.arange(8)
     omega = 1.0 / 10000.0 ** (half / 8)
     phases = torch.arange(2000)[:, None] * torch.from_numpy(omega)
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.cos_sin_cache = torch.cat([phases.cos(), phases.sin()], dim=1).bfloat16()
     module.is_neox_style = True
     fits = Rotary(omega, np.ones(8), half, half + 8)
