@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("connectors", "kernels", "storage_backends")
-LEAVES = ("kvtier.codecs.lossless",)
+LEAVES = ("kvtier.codecs.lossless", "kvtier.telemetry")
 """Modules of the core that need an extra, and say which."""
 NOT_SHIPPED = {".cpp", ".h", ".hpp", ".pyc", ".so"}
 
