@@ -71,6 +71,7 @@ EXCLUDED = (
     Excluded("dcp_size", _ONE, "this version serves one rank"),
     Excluded("attn_cp_size", _ONE, "this version serves one rank"),
     Excluded("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "fp8_e4m3"), "such device caches are not served"),
+    Excluded("quantization_param_path", _OFF, "scales beside the checkpoint are no part of what tells its pages apart"),
 )
 
 TAKEN = (
