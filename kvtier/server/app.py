@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.config import Config, NvmeTierConfig
-from kvtier.server.commands import NAMES
+from kvtier.server.commands import NAMES, execute
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.keyspace import Keyspace
 from kvtier.server.listener import Clients, Listener
@@ -62,7 +62,7 @@ class CacheServer:
         self._voided: Voided | None = None
         self._listeners: list[Listener] = []
         self._sweeper = threading.Thread(target=self._sweep, name="kvtier-sweep", daemon=True)
-        shared = Shared(self.keyspace, options.users, self.stats, options, time.time())
+        shared = Shared(self.keyspace, options.users, self.stats, options, time.time(), execute)
         self._clients = Clients(shared, options.max_connections)
         try:
             if http is not None:  # first: memory takes long to be had, and whoever probes us must see that we live

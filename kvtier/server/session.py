@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,13 +39,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all sessions work on."""
+    """What all sessions work on. execute: does one command, and puts its reply into the session."""
 
     keyspace: Keyspace
     users: Users
     stats: ServerStats
     options: ServerOptions
     started: float
+    execute: Callable[[Session, list[Argument]], None]
 
 
 class Session:
@@ -73,8 +74,6 @@ class Session:
 
     def serve(self) -> None:
         """Read commands and answer them until the client goes. Never raises for what a client does."""
-        from kvtier.server.commands import execute
-
         try:
             while not self.leaving:
                 if not self._stream.buffered:
@@ -83,7 +82,7 @@ class Session:
                 args = self._stream.read_command(self._place)
                 self._busy = True
                 try:
-                    execute(self, args)
+                    self.shared.execute(self, args)
                 finally:
                     self._give_up_places()
             self._flush()
@@ -192,6 +191,11 @@ class Session:
             self.shared.stats.received(nbytes)
         self._places.append(place)
         return place
+
+    @property
+    def places(self) -> Sequence[Reservation | Refused]:
+        """The values of the command at hand, in order."""
+        return tuple(self._places)
 
     def take(self, place: Reservation) -> None:
         """The command at hand commits or aborts this value itself."""

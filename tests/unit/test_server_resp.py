@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import _native
 from kvtier.server import resp
 from kvtier.server.auth import User, Users, digest
-from kvtier.server.commands import _glob
+from kvtier.server.command import glob
 from kvtier.server.options import Listen, ServerOptions
 from kvtier.server.resp import Argument, Disconnected, Place, ProtocolError, Stream
 
@@ -151,7 +151,7 @@ def test_replies() -> None:
     ],
 )
 def test_patterns_are_those_of_redis(pattern: bytes, yes: list[bytes], no: list[bytes]) -> None:
-    assert [k for k in yes + no if _glob(pattern).match(k)] == yes
+    assert [k for k in yes + no if glob(pattern).match(k)] == yes
 
 
 def test_users() -> None:
