@@ -129,7 +129,7 @@ class HttpExporter:
         self._closed = threading.Lock()
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvtier-http", daemon=True)
         self._thread.start()
-        self._page = page
+        self.page = page
         if page is not None:
             page.start()
 
@@ -147,8 +147,8 @@ class HttpExporter:
         self._thread.join(max(0.0, end - time.monotonic()))
         self._server.server_close()
         self._server.cut_connections(end)
-        if self._page is not None:
-            self._page.close()
+        if self.page is not None:
+            self.page.close()
 
     def __enter__(self) -> HttpExporter:
         return self

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.abc.tier import Slot
+from kvtier.abc.codec import Form
+from kvtier.abc.tier import PageMeta, Slot
 from kvtier.build import open_codec, open_store
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError, SpecError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.keys import Namespace
+from kvtier.keys import Namespace, checksum
 from kvtier.ledger import OffloadOutcome
 from kvtier.mover import PageMover, policy_of
 from kvtier.spec import DType, PageSpec
@@ -226,6 +227,27 @@ def test_a_bit_flipped_in_host_memory_fails_the_load_and_only_that_page(mover: P
     assert mover.store.wait(again) == PAGES, "the good copy below is found"
     mover.store.settle("again")
     assert mover.store.ledger.snapshot().hits["nvme"] == 1
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "none"])
+def test_a_record_without_its_last_buffer_is_partial(tmp_path: Path, quant: str) -> None:
+    """Its checksum is right, so it was written like this: by another version, or by somebody else."""
+    mover = open_mover(config(tmp_path, quant))
+    (key,) = mover.namespace.page_keys(HASHES[:1])
+    nbytes = mover.layout(open_codec(config(tmp_path, quant), SPEC)).cold_page_bytes - 64
+    (slot,) = mover.store.reserve([key], [nbytes])
+    assert isinstance(slot, Slot)
+    form = {"nvfp4": Form.NVFP4, "none": Form.RAW}[quant]
+    meta = PageMeta(nbytes, form, TOKENS, checksum(mover.store.host.view(slot), key), SPEC.fingerprint, HASHES[0])
+    mover.store.commit([key], [slot], [meta])
+    lookup = mover.store.lookup("r", [key])
+    pool = HotPool.of(SPEC, arrays(), HotLayout.NHD)
+    result = mover.onboard(lookup, pool, range(1)).result(30.0)
+    assert (result.ok, result.failed_pages) == (False, (0,))
+    mover.store.settle("r")
+    assert {r: n for r, n in mover.store.ledger.snapshot().misses.items() if n} == {"partial": 1}
+    assert mover.store.host.usage().quarantined_pages == 1
+    close(mover)
 
 
 def test_the_ready_event_is_waited_for_before_the_first_read(mover: PageMover) -> None:
