@@ -2,5 +2,8 @@
 the same command can use it."""
 
 from kvtier.connectors.lmcache.adapter import KvtierL2Adapter, KvtierL2AdapterConfig
+from kvtier.connectors.lmcache.serde import register
+
+register()
 
 __all__ = ["KvtierL2Adapter", "KvtierL2AdapterConfig"]

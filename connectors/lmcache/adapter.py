@@ -26,7 +26,7 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from kvtier.connectors.lmcache.chunk_store import ChunkStore, Found, Known
-from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, layout_of, plain_layout, shapes_of
+from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, object_chunk, object_layout
 from kvtier.connectors.lmcache.identity import decode_key, encode_key
 from kvtier.connectors.lmcache.options import HELP, AdapterOptions
 from kvtier.connectors.lmcache.tasks import TaskBoard
@@ -390,32 +390,11 @@ class KvtierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has 
         for board in (self._stores, self._lookups, self._loads):
             board.close()
 
-    # -- chunks and their layouts ------------------------------------------------------------------------------------
-
     def _layout_of(self, desc: Any) -> ChunkLayout:
-        """By what LMCache says of objects of a group, if it does."""
-        shapes, dtypes = getattr(desc, "shapes", None), getattr(desc, "dtypes", None)
-        groups = shapes_of(shapes, dtypes)
-        if not groups:
-            return plain_layout(1)
-        sizes = tuple(int(dtype.itemsize) for dtype in dtypes)  # type: ignore[union-attr]  # told, or no groups
-        return layout_of(groups, self._options.attention, self._options.rope_dim, sizes)
+        return object_layout(desc, self._options.attention, self._options.rope_dim)
 
     def _chunks_of(self, objects: Sequence[Any]) -> list[Chunk | None]:
-        """The memory of LMCache's objects; None where an object was freed meanwhile, or is not what it says."""
-        return [self._chunk_of(item) for item in objects]
-
-    def _chunk_of(self, item: Any) -> Chunk | None:
-        memory = item.raw_tensor if item.is_valid() else None
-        if memory is None:
-            return None
-        layout = self._layout_of(item.meta)
-        nbytes = item.get_size()
-        if not layout.known:
-            layout = plain_layout(nbytes)
-        if layout.nbytes != nbytes or memory.device.type != "cpu" or not memory.is_contiguous():
-            return None
-        return Chunk(layout, memory.data_ptr(), memory)
+        return [object_chunk(item, self._options.attention, self._options.rope_dim) for item in objects]
 
     # -- what LMCache is told ----------------------------------------------------------------------------------------
 

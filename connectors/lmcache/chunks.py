@@ -119,6 +119,26 @@ def layout_of(
     return ChunkLayout(PageSpec(page_tokens, tuple(buffers)), tuple(offsets), at)
 
 
+def object_layout(described: Any, attention: Attention, rope_dim: int) -> ChunkLayout:
+    """By the shapes and dtypes that LMCache tells of an object, or of objects to come, if it does."""
+    shapes, dtypes = getattr(described, "shapes", None), getattr(described, "dtypes", None)
+    groups = shapes_of(shapes, dtypes)
+    if not groups or dtypes is None:
+        return plain_layout(1)
+    return layout_of(groups, attention, rope_dim, tuple(int(dtype.itemsize) for dtype in dtypes))
+
+
+def object_chunk(item: Any, attention: Attention, rope_dim: int) -> Chunk | None:
+    """The memory of one of LMCache's objects; None where it was freed meanwhile, or is not what it says."""
+    memory = item.raw_tensor if item.is_valid() else None
+    if memory is None or memory.device.type != "cpu" or not memory.is_contiguous():
+        return None
+    layout, nbytes = object_layout(item.meta, attention, rope_dim), item.get_size()
+    if not layout.known:
+        layout = plain_layout(nbytes)
+    return Chunk(layout, memory.data_ptr(), memory) if layout.nbytes == nbytes else None
+
+
 def _tokens(shape: tuple[int, ...], dtype: str, attention: Attention) -> int:
     """Tokens of a group that is attention, 0 of one that is not."""
     if dtype not in _DTYPES or len(shape) < 3 or shape[-1] % 16 or 0 in shape:
