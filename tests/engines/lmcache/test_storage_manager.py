@@ -32,7 +32,16 @@ def tiers(folder: Path | None = None, host: str = "64MiB") -> list[dict[str, Any
     return [{"type": "host", "capacity": host}, *lower]
 
 
-LAYOUTS = [("VLLM", "vllm"), ("SGLANG", "sglang"), ("MLA", "mla"), ("MLA_FLAT", "mla"), ("HYBRID", "vllm"), ("THREE", "vllm"), ("ODD", "vllm"), ("VLLM", "none")]  # fmt: skip
+LAYOUTS = [
+    ("VLLM", "vllm"),
+    ("SGLANG", "sglang"),
+    ("MLA", "mla"),
+    ("MLA_FLAT", "mla"),
+    ("HYBRID", "vllm"),
+    ("THREE", "vllm"),
+    ("ODD", "vllm"),
+    ("VLLM", "none"),
+]
 
 
 @pytest.mark.parametrize(("name", "attention"), LAYOUTS)
@@ -49,7 +58,9 @@ def test_every_layout_comes_back_bit_for_bit_when_stored_raw(start: Any, name: s
     found = manager.get(asked, desc)
     assert sorted(found) == list(range(8))
     for i, chunk in found.items():
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(chunk, written[i], strict=True))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(chunk, written[i], strict=True)
+        )
     assert manager.adapter.report_status()["hits"] == {"host": 8}
 
 
@@ -127,7 +138,7 @@ def test_a_prefix_on_disk_is_promoted_and_survives_a_restart(start: Any, tmp_pat
     written = first.put(asked, storage.VLLM)
     first.forget()
     part = first.get(asked, storage.VLLM)
-    assert 0 < len(part)
+    assert len(part) > 0
     first.close()
     second = start(spec)
     found = second.get(asked[:6], storage.VLLM)
@@ -171,9 +182,7 @@ def test_a_flipped_bit_costs_one_chunk_which_is_then_stored_again(start: Any) ->
 def test_deleted_chunks_are_gone_and_listeners_hear_of_it(start: Any, tmp_path: Path) -> None:
     from . import storage
 
-    manager = start(
-        storage.kvtier_adapter(tiers=tiers(tmp_path), attention="vllm", kv_cache_compression_config=RAW)
-    )
+    manager = start(storage.kvtier_adapter(tiers=tiers(tmp_path), attention="vllm", kv_cache_compression_config=RAW))
     asked = storage.keys(5)
     manager.put(asked, storage.VLLM)
     manager.forget()

@@ -1,0 +1,327 @@
+"""The adapter's contract with LMCache's two controller threads: descriptors, results once, faults, leases."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RAW = [{"algorithm": "quantization_for_cold_page", "quant": "none"}]
+GROUP = 0
+
+
+class Driver:
+    """Calls one adapter as a controller does: submit, wait for the descriptor, take the result."""
+
+    def __init__(self, adapter: Any) -> None:
+        from .storage import VLLM
+
+        self.adapter, self.desc = adapter, VLLM
+
+    def objects(self, n: int, fill: int | None = None) -> list[Any]:
+        import torch
+        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+        (shape,), (dtype,) = self.desc.shapes, self.desc.dtypes
+        made = []
+        for i in range(n):
+            raw = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+            if fill is not None:
+                raw.view(dtype).fill_(float(fill + i))
+            meta = MemoryObjMetadata(
+                shape=shape,
+                dtype=dtype,
+                address=0,
+                phy_size=len(raw),
+                fmt=MemoryFormat.KV_2LTD,
+                ref_count=1,
+                shapes=[shape],
+                dtypes=[dtype],
+            )
+            made.append(TensorMemoryObj(raw, meta, None))
+        return made
+
+    @staticmethod
+    def _wait(fd: int, limit_s: float = 30.0) -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(limit_s * 1000), "no event in time"
+
+    def store(self, keys: Sequence[Any], objects: list[Any]) -> Any:
+        task = self.adapter.submit_store_task(list(keys), objects)
+        results: dict[int, Any] = {}
+        give_up = time.monotonic() + 30.0
+        while task not in results:
+            assert time.monotonic() < give_up
+            self._wait(self.adapter.get_store_event_fd())
+            results |= self.adapter.pop_completed_store_tasks()
+        return results[task]
+
+    def _result(self, query: Any, task: int, fd: int) -> list[int]:
+        self._wait(fd)
+        give_up = time.monotonic() + 30.0
+        while (bitmap := query(task)) is None:
+            assert time.monotonic() < give_up
+            time.sleep(0.002)
+        assert query(task) is None, "a result is given out once"
+        return [i for i in range(bitmap.size()) if bitmap.test(i)]
+
+    def lookup(self, keys: Sequence[Any]) -> list[int]:
+        task = self.adapter.submit_lookup_and_lock_task(list(keys), {GROUP: self.desc})
+        return self._result(
+            self.adapter.query_lookup_and_lock_result, task, self.adapter.get_lookup_and_lock_event_fd()
+        )
+
+    def load(self, keys: Sequence[Any], objects: list[Any]) -> list[int]:
+        task = self.adapter.submit_load_task(list(keys), objects)
+        return self._result(self.adapter.query_load_result, task, self.adapter.get_load_event_fd())
+
+
+@pytest.fixture
+def drive() -> Iterator[Any]:
+    from kvtier.connectors.lmcache import KvtierL2Adapter, KvtierL2AdapterConfig
+
+    running: list[Any] = []
+
+    def build(**params: Any) -> Driver:
+        params = {"attention": "vllm", "kv_cache_compression_config": RAW, **params}
+        running.append(KvtierL2Adapter(KvtierL2AdapterConfig.from_dict(params)))
+        return Driver(running[-1])
+
+    yield build
+    for adapter in running:
+        adapter.close()
+        adapter.close()
+
+
+def test_the_three_descriptors_differ_and_every_result_comes_once(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive()
+    fds = {
+        driver.adapter.get_store_event_fd(),
+        driver.adapter.get_lookup_and_lock_event_fd(),
+        driver.adapter.get_load_event_fd(),
+    }
+    assert len(fds) == 3
+    written = driver.objects(4, fill=1)
+    result = driver.store(keys(4), written)
+    assert result.is_successful() and result.bytes_transferred() == 4 * written[0].get_size()
+    assert driver.lookup(keys(6)) == [0, 1, 2, 3]
+    out = driver.objects(4)
+    assert driver.load(keys(4), out) == [0, 1, 2, 3]
+    assert all((a.raw_data == b.raw_data).all() for a, b in zip(out, written, strict=True))
+    # Stored again: nothing is written twice, and nothing is counted twice.
+    again = driver.store(keys(4), written)
+    assert again.is_successful() and again.bytes_transferred() == 0
+    assert driver.adapter.report_status()["hits"] == {"host": 4}
+    assert driver.adapter.report_status()["misses"]["absent"] == 2
+
+
+def test_no_keys_and_no_lookup_before_a_load(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive()
+    assert driver.store([], []).is_successful()
+    assert driver.lookup([]) == [] and driver.load([], []) == []
+    written = driver.objects(3, fill=5)
+    driver.store(keys(3), written)
+    out = driver.objects(5)
+    assert driver.load(keys(5), out) == [0, 1, 2]
+    assert (out[2].raw_data == written[2].raw_data).all() and not out[4].raw_data.any()
+
+
+def test_what_is_unlocked_is_evictable_and_no_hit(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive(tiers=[{"type": "host", "capacity": "1MiB"}], offload_wait="200ms")  # ten chunks of 98 304 bytes
+    driver.store(keys(10), driver.objects(10, fill=1))
+    assert driver.lookup(keys(10)) == list(range(10))
+    assert not driver.store(keys(1, base=100), driver.objects(1, fill=50)).is_successful(), "all of it is pinned"
+    driver.adapter.submit_unlock(keys(10))
+    assert driver.adapter.report_status()["open_lookups"] == 0
+    assert driver.store(keys(1, base=100), driver.objects(1, fill=50)).is_successful()
+    status = driver.adapter.report_status()
+    assert status["hits"] == {"host": 0} and status["misses"]["dropped"] == 10
+
+
+def test_two_lookups_of_the_same_chunks_are_two_leases(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive()
+    driver.store(keys(2), driver.objects(2, fill=1))
+    assert driver.lookup(keys(2)) == driver.lookup(keys(2)) == [0, 1]
+    assert driver.load(keys(2), driver.objects(2)) == [0, 1]
+    assert driver.adapter.report_status()["open_lookups"] == 1
+    driver.adapter.submit_unlock(keys(2))
+    driver.adapter.submit_unlock(keys(2))  # nothing is held any more: harmless
+    status = driver.adapter.report_status()
+    assert status["open_lookups"] == 0 and status["hits"] == {"host": 2} and status["misses"]["dropped"] == 2
+
+
+def test_objects_that_were_freed_fail_alone(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive()
+    written = driver.objects(3, fill=1)
+    written[1].invalidate()
+    assert not driver.store(keys(3), written).is_successful()
+    assert driver.lookup(keys(3)) == [0, 2]
+    out = driver.objects(2)
+    out[0].invalidate()
+    assert driver.load([keys(3)[0], keys(3)[2]], out) == [1]
+    assert driver.adapter.report_status()["open_lookups"] == 0
+
+
+def test_a_tier_that_hangs_costs_its_deadline_and_no_other_task(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .storage import keys, until
+
+    tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
+    driver = drive(tiers=tiers, promote_deadline="500ms")
+    store = driver.adapter._chunks.store
+    driver.store(keys(4), driver.objects(4, fill=1))
+    assert store.flush(20.0)
+    driver.store(keys(10, base=50), driver.objects(10, fill=20))  # pushes the first ones out of host memory
+    assert store.flush(20.0)
+    until(lambda: not any(store.host.contains_many(driver.adapter._chunks.keys_of(_layout(driver), _hashes(keys(4))))))
+
+    go = threading.Event()
+    disk = store.lower[0]
+    real = disk.get_many_into
+    monkeypatch.setattr(disk, "get_many_into", lambda *a, **k: (go.wait(30.0), real(*a, **k))[1])
+    begin = time.monotonic()
+    assert driver.lookup(keys(4)) == []
+    assert 0.3 < time.monotonic() - begin < 10.0
+    assert driver.lookup(keys(10, base=50)[5:]) == [0, 1, 2, 3, 4], "chunks in host memory are served meanwhile"
+    go.set()
+    until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
+
+
+def test_errors_inside_are_counted_and_answered(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from .storage import keys
+
+    driver = drive()
+    driver.store(keys(2), driver.objects(2, fill=1))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(driver.adapter._chunks, "find", broken)
+    assert driver.lookup(keys(2)) == [] and driver.load(keys(2), driver.objects(2)) == []
+    monkeypatch.setattr(driver.adapter._chunks, "offload", broken)
+    assert not driver.store(keys(2), driver.objects(2, fill=1)).is_successful()
+    assert driver.adapter.report_status()["errors"]["engine"] == 3
+
+
+def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
+    """Stores and prefetches of overlapping chunks, as several engines cause them; the tiers are too small for all."""
+    import random
+
+    from .storage import keys
+
+    tiers = [{"type": "host", "capacity": "2MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "4MiB"}]
+    driver = drive(tiers=tiers, promote_deadline="60s")
+    failures: list[BaseException] = []
+    lock = threading.Lock()  # one controller waits for one descriptor
+    universe = keys(60)
+    tasks: dict[int, tuple[list[Any], list[Any]]] = {}
+
+    def storing() -> None:
+        draw = random.Random(1)
+        try:
+            for _ in range(60):
+                some = sorted(draw.sample(range(60), 5))
+                objects = [driver.objects(1, fill=i)[0] for i in some]
+                driver.store([universe[i] for i in some], objects)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    def prefetching() -> None:
+        draw = random.Random(2)
+        try:
+            for _ in range(120):
+                some = sorted(draw.sample(range(60), 8))
+                asked = [universe[i] for i in some]
+                with lock:
+                    found = driver.lookup(asked)
+                    dropped = [i for i in found if draw.random() < 0.3]
+                    driver.adapter.submit_unlock([asked[i] for i in dropped])
+                    wanted = [i for i in found if i not in dropped]
+                    out = driver.objects(len(wanted))
+                    loaded = driver.load([asked[i] for i in wanted], out)
+                assert loaded == list(range(len(wanted)))
+                for n, i in enumerate(wanted):
+                    assert (out[n].raw_data == driver.objects(1, fill=some[i])[0].raw_data).all()
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    threads = [threading.Thread(target=storing), threading.Thread(target=prefetching)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120.0)
+    assert not failures and not tasks
+    status = driver.adapter.report_status()
+    assert status["open_lookups"] == 0 and not driver.adapter._held
+    assert status["lookups"] == sum(status["hits"].values()) + sum(status["misses"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"attention": "yes"}, "attention = 'yes': give one of vllm, sglang, mla, none"),
+        ({"rope_dim": 10}, "rope_dim = 10: give a multiple of 16"),
+        ({"config": "/etc/x.yaml", "tiers": []}, "write them into the file"),
+        ({"config": "/nowhere/x.yaml"}, "cannot be read"),
+        ({"capacity": "1GiB"}, "unknown option 'capacity'"),
+        ({"instance": 3}, "instance = 3: give text"),
+    ],
+)
+def test_a_mistake_in_the_parameters_is_named(params: dict[str, Any], message: str) -> None:
+    import re
+
+    from kvtier.connectors.lmcache import KvtierL2AdapterConfig
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        KvtierL2AdapterConfig.from_dict(params)
+    assert "attention" in KvtierL2AdapterConfig.help()
+
+
+def test_keys_are_told_apart_and_can_be_read_back() -> None:
+    import random
+
+    from lmcache.v1.distributed.api import ObjectKey
+
+    from kvtier.connectors.lmcache.identity import decode_key, encode_key
+
+    draw = random.Random(0)
+
+    def text(longest: int) -> str:
+        return "".join(draw.choice("ab0:._é界") for _ in range(draw.randrange(longest)))
+
+    seen: dict[bytes, Any] = {}
+    for _ in range(20_000):
+        longest = draw.choice((2, 3, 80))
+        parts = (draw.randbytes(draw.randrange(3)), text(longest), draw.randrange(3), draw.randrange(3), text(longest))
+        encoded = encode_key(ObjectKey(*parts))
+        assert len(encoded) <= 255 and seen.setdefault(encoded, parts) == parts
+        assert decode_key(encoded) == parts or len(encoded) == 33
+    assert 33 in {len(encoded) for encoded in seen}, "long ones were among them"
+    assert decode_key(b"") is None and decode_key(b"\x01" * 19) is None
+
+
+def _layout(driver: Driver) -> Any:
+    return driver.adapter._layout_of(driver.desc)
+
+
+def _hashes(keys: Sequence[Any]) -> list[bytes]:
+    from kvtier.connectors.lmcache.identity import encode_key
+
+    return [encode_key(key) for key in keys]
