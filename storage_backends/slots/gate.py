@@ -21,12 +21,13 @@ class Gate:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # entered as it is: a Condition's own __enter__ is Python, and counts here
+        self._changed = threading.Condition(self._lock)
         self._inside = 0
         self.closed = False
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise ClosedError(f"tier {self._name!r} is closed")
             self._inside += 1
@@ -34,7 +35,7 @@ class Gate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._inside -= 1
             if self.closed and not self._inside:
                 self._changed.notify_all()
