@@ -81,7 +81,6 @@ class Rows:
     def vacate(self, row: int) -> None:
         self.state[row] = FREE
         self.pin[row] = 0
-        self.keep[row] = 0
         self._vacant.append(row)
 
     def key(self, row: int) -> bytes:
