@@ -205,8 +205,10 @@ function drawErrors() {
     ...familyOf("kvtier_tier_quarantined_pages_total").map(([labels, key]) => [`bad pages removed from ${labels.tier}`, key]),
     ...familyOf("kvtier_spill_pages_total").filter(([labels]) => ["failed", "full", "deadline"].includes(labels.status))
       .map(([labels, key]) => [`not written to ${labels.tier}: ${labels.status}`, key])];
+  const devices = familyOf("kvtier_nvme_state").filter(([labels, key]) => now(key) && labels.state !== "serving")
+    .map(([labels]) => [`${labels.directory} is ${labels.state.replace("_", " ")}`, "–", "now"]);
   byId("errors").replaceChildren(table("Every one caught is in the log.", ["What", "In this time", "Since the start"],
-    found.map(([name, key]) => [name, count(overall(key)), count(now(key))])));
+    [...devices, ...found.map(([name, key]) => [name, count(overall(key)), count(now(key))])]));
 }
 
 function drawConfig() {
