@@ -148,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         """Requests that are open are dropped, everything that was flushed may come back, nothing else."""
         assert self.store.flush(30.0)
-        self.store.close()
+        self.store.close(30.0)
         self.check_sums()
         self.asked.clear()
         self.protected.clear()
@@ -182,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
             for tier in (self.store.host, *self.store.lower):
                 check_usage(tier.usage())
         finally:
-            self.store.close()
+            self.store.close(30.0)
 
 
 def check_usage(usage: TierUsage) -> None:
