@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from kvtier.abc.codec import Codec
+from kvtier.codecs.checkpoint_scales import CheckpointScales
 from kvtier.codecs.registry import codec
 from kvtier.testing.codecs import CodecContract
 
@@ -43,6 +44,15 @@ class TestNvfp4Identity(CodecContract):
 
     def make_codec(self) -> Codec:
         return codec("nvfp4", global_scale="identity")
+
+
+class TestNvfp4Checkpoint(CodecContract):
+    max_error = NVFP4_LARGEST_ERROR
+    refuses_nonfinite = True
+
+    def make_codec(self) -> Codec:
+        by_layer = {0: 1 / 0.0213, 1: 1 / 0.017}
+        return codec("nvfp4", global_scale="checkpoint", scales=CheckpointScales(by_layer, by_layer))
 
 
 class KeyFormContract(CodecContract):
