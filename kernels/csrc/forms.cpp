@@ -90,13 +90,15 @@ HeadBytes bytes_of(const BufferPlan& b, int64_t head) {
   return {row, b.data_offset + data, b.scale_offset + scales, b.side_offset + side};
 }
 
-MeanColumns encode_mean(const FormPart& part, const CodedKernels& coded, const uint16_t* x, Scratch& scratch,
+MeanColumns encode_mean(const FormPart& part, const FormKernels& kernels, const uint16_t* x, Scratch& scratch,
                         uint8_t* side) {
   const BufferPlan& b = part.plan;
+  const CodedKernels& coded = kernels.coded(coded_of(b));
   coded.mean(x, part.tokens, b.dim, scratch.side.data());
   std::memcpy(side, scratch.side.data(), size_t(b.dim * 2));
   coded.turn_means(scratch.side.data(), row_groups(b), scratch.pitch, scratch.columns.data());
-  return {scratch.side.data(), scratch.columns.data(), scratch.pitch, row_groups(b)};
+  kernels.widen16(scratch.side.data(), b.dim, coded_of(b), scratch.mean.data());
+  return {scratch.mean.data(), scratch.columns.data(), scratch.pitch, row_groups(b)};
 }
 
 const float* decode_side(const FormPart& part, const FormKernels& kernels, const uint8_t* side, Scratch& scratch) {
@@ -106,7 +108,7 @@ const float* decode_side(const FormPart& part, const FormKernels& kernels, const
 }
 
 void encode_tokens(const FormPart& part, const CodedKernels& coded, const uint16_t* x, uint8_t* data, uint8_t* scales,
-                   uint8_t* side, Scratch& scratch, Soon& soon) {
+                   uint8_t* side, bool clips, Scratch& scratch, Soon& soon) {
   const BufferPlan& b = part.plan;
   for (int64_t t = 0; t < b.tokens; t += kGroup, scales += b.dim, side += b.dim * 2) {
     const int64_t valid = std::min<int64_t>(part.tokens - t, kGroup);
@@ -115,7 +117,7 @@ void encode_tokens(const FormPart& part, const CodedKernels& coded, const uint16
       std::memset(side, 0, size_t(b.dim * 2));
       continue;
     }
-    coded.encode_token(x + t * b.dim, valid, b.dim, part.global_scale, data + t * b.dim / 2, scales, scratch.side.data(), soon);
+    coded.encode_token[clips](x + t * b.dim, valid, b.dim, part.global_scale, data + t * b.dim / 2, scales, scratch.side.data(), soon);
     std::memcpy(side, scratch.side.data(), size_t(b.dim * 2));
   }
 }
@@ -141,6 +143,8 @@ bool encode_form(const FormPart& part, uint8_t* cold) {
   uint8_t* flags = cold + b.side_offset + b.heads * b.dim * 2;
   if (coding == Coding::kFp8Mean) std::memset(flags, 0, size_t((b.heads * b.tokens + 7) / 8));
   bool clipped = false;
+  const bool in_fp8 = coding == Coding::kFp8 || coding == Coding::kFp8Mean;
+  const bool clips = in_fp8 ? part.largest > 448.0f : part.largest * part.global_scale > 2784.0f;
   for (int64_t h = 0; h < b.heads; ++h) {
     const HeadBytes at = bytes_of(b, h);
     uint8_t* data = cold + at.data;
@@ -155,23 +159,23 @@ bool encode_form(const FormPart& part, uint8_t* cold) {
                         encode_table(DType::kFP16, part.global_scale), data, scales);
         break;
       case Coding::kTwoFp4:
-        coded.encode_two(x, valid / kGroup, part.global_scale, data, scales, soon);
+        coded.encode_two[clips](x, valid / kGroup, part.global_scale, data, scales, soon);
         bytes_per_32_values = 32, scales_per_32_values = 4;
         break;
       case Coding::kOffset:
-        coded.encode_offset(x, encode_mean(part, coded, x, scratch, cold + at.side), valid / kGroup, part.global_scale,
+        coded.encode_offset[clips](x, encode_mean(part, kernels, x, scratch, cold + at.side), valid / kGroup, part.global_scale,
                             data, scales, soon);
         break;
       case Coding::kToken:
-        encode_tokens(part, coded, x, data, scales, cold + at.side, scratch, soon);
+        encode_tokens(part, coded, x, data, scales, cold + at.side, clips, scratch, soon);
         scales_per_32_values = 0;
         break;
       case Coding::kFp8:
-        clipped |= coded.encode_fp8(x, valid, data, soon);
+        clipped |= coded.encode_fp8[clips](x, valid, data, soon);
         bytes_per_32_values = 32, scales_per_32_values = 0;
         break;
       default:
-        clipped |= coded.encode_fp8_mean(x, encode_mean(part, coded, x, scratch, cold + at.side), part.tokens, data, flags,
+        clipped |= coded.encode_fp8_mean[clips](x, encode_mean(part, kernels, x, scratch, cold + at.side), part.tokens, data, flags,
                                          at.row, scratch.errors.data(), soon);
         bytes_per_32_values = 32, scales_per_32_values = 0;
     }

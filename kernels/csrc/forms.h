@@ -15,9 +15,9 @@ struct Soon {
   int64_t stride, row_bytes, rows, at;
 };
 
-// A mean over tokens: its bits, and its values turned as the encoders want them (turn_means).
+// A mean over tokens: its values, and the same turned as the encoders want them (turn_means).
 struct MeanColumns {
-  const uint16_t* bits;
+  const float* values;
   const float* columns;
   int64_t pitch, row_groups;
 };
@@ -31,20 +31,21 @@ struct HotRows {
   bool stream;  // around the cache, where alignment allows
 };
 
-// Encoders of values that lie one behind the other as bits of one type, BF16 or FP16.
+// Encoders of values that lie one behind the other as bits of one type, BF16 or FP16. Of each the first assumes that no
+// value clips: that all are within 2784 under the global scale, or 464 in FP8.
 struct CodedKernels {
   void (*mean)(const uint16_t* x, int64_t rows, int64_t dim, uint16_t* bits);
   void (*turn_means)(const uint16_t* bits, int64_t row_groups, int64_t pitch, float* columns);
-  void (*encode_two)(const uint16_t* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales, Soon&);
-  void (*encode_offset)(const uint16_t* x, const MeanColumns&, int64_t groups, float global_scale, uint8_t* data,
+  void (*encode_two[2])(const uint16_t* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales, Soon&);
+  void (*encode_offset[2])(const uint16_t* x, const MeanColumns&, int64_t groups, float global_scale, uint8_t* data,
                         uint8_t* scales, Soon&);
   // 16 tokens, of which `rows` are valid. data: dim / 2 bytes per token; scales and middles: one per channel.
-  void (*encode_token)(const uint16_t* x, int64_t rows, int64_t dim, float global_scale, uint8_t* data, uint8_t* scales,
+  void (*encode_token[2])(const uint16_t* x, int64_t rows, int64_t dim, float global_scale, uint8_t* data, uint8_t* scales,
                        uint16_t* middles, Soon&);
   // True if a value clipped.
-  bool (*encode_fp8)(const uint16_t* x, int64_t values, uint8_t* data, Soon&);
+  bool (*encode_fp8[2])(const uint16_t* x, int64_t values, uint8_t* data, Soon&);
   // Sets the flags of rows stored as distances. `errors`: room for two floats per group, and 32.
-  bool (*encode_fp8_mean)(const uint16_t* x, const MeanColumns&, int64_t rows, uint8_t* data, uint8_t* flags,
+  bool (*encode_fp8_mean[2])(const uint16_t* x, const MeanColumns&, int64_t rows, uint8_t* data, uint8_t* flags,
                           int64_t first_flag, float* errors, Soon&);
 };
 
@@ -89,6 +90,7 @@ struct FormPart {
   float global_scale;
   bool stream;      // decoded rows are written around the cache; the caller fences
   int64_t ahead;    // bytes to the part of the same shape that is encoded next, 0 for none
+  float largest;    // no number that is encoded has a larger magnitude
 };
 uint16_t fp8_amax(const FormPart& part);
 bool encode_form(const FormPart& part, uint8_t* cold);

@@ -10,20 +10,22 @@ KVTIER_INLINE void nibble_values(const uint8_t* data, F* x) {
                                          0x3400000030, 0x3C00000038);
   const __m512i codes = _mm512_multishift_epi64_epi8(from, _mm512_set1_epi64(read<int64_t>(data)));
   x[0] = F(_mm512_permutexvar_ps(codes, table));
+#elif defined(KVTIER_HAVE_AVX2)
+  // As FP16, of which only the high bytes are not 0.
+  const __m128i table = _mm_setr_epi8(0, 0x38, 0x3C, 0x3E, 0x40, 0x42, 0x44, 0x46, -0x80, -0x48, -0x44, -0x42, -0x40, -0x3E,
+                                      -0x3C, -0x3A);
+  const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data)), nibble = _mm_set1_epi8(15);
+  const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+  const __m128i high = _mm_shuffle_epi8(table, _mm_unpacklo_epi8(even, odd)), zero = _mm_setzero_si128();
+  x[0] = F(_mm256_cvtph_ps(_mm_unpacklo_epi8(zero, high)));
+  x[1] = F(_mm256_cvtph_ps(_mm_unpackhi_epi8(zero, high)));
 #else
-  for (int h = 0; h < 2; ++h) {
-    const W codes = all(read<uint32_t>(data + 4 * h)) >> W{0, 4, 8, 12, 16, 20, 24, 28};
-    const W signs = codes << 28 & all(kFloatSign);
-#if defined(KVTIER_HAVE_AVX2)
-    // One instruction, which looks at the lower three bits of each index.
-    const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-    const F sizes = F(_mm256_permutevar8x32_ps(table, __m256i(codes)));
-#else
+  for (int p = 0; p < kParts; ++p) {
+    const W codes = all(uint32_t(read<uint16_t>(data + 2 * p))) >> W{0, 4, 8, 12};
     const W size = codes & all(7u);
     const F small = __builtin_convertvector(I(size), F) * all(0.5f);
     const F sizes = pick(W(size < all(2u)), small, F((size << 22) + all(126u << 23)));
-#endif
-    x[h] = F(W(sizes) | signs);
+    x[p] = F(W(sizes) | (codes << 28 & all(kFloatSign)));
   }
 #endif
 }
@@ -54,23 +56,31 @@ KVTIER_INLINE F e4m3_values(const uint8_t* data) {
 // 16 decoded values to hot memory. Around the cache to addresses that are multiples of 16.
 template <DType dtype, bool kStream>
 KVTIER_INLINE void put_group(const F* x, float inverse_fp8_scale, uint8_t* at) {
-  for (int i = 0; i < kParts; ++i) {
-    if constexpr (dtype == DType::kFP8) {
-      put_bytes(e4m3_codes(x[i] * all(inverse_fp8_scale)), at + kLanes * i);
-    } else if constexpr (dtype == DType::kFP32) {
-      write(at + 4 * kLanes * i, brain_bits(x[i]) << 16);
+  if constexpr (dtype == DType::kFP8) {
+    W codes[kParts];
+    for (int i = 0; i < kParts; ++i) {
+      const F value = x[i] * all(inverse_fp8_scale);
+      codes[i] = signed_e4m3(with_sign_of(smaller(magnitude(value), all(448.0f)), value));
+    }
+    put_group_bytes(codes, at);
+  } else if constexpr (dtype == DType::kFP32) {
+    for (int i = 0; i < kParts; ++i) write(at + 4 * kLanes * i, brain_bits(x[i]) << 16);
+  } else {
+#if defined(KVTIER_HAVE_AVX2)
+    const __m256i bits = rounded<dtype>(x);
+    if constexpr (kStream) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(at), _mm256_castsi256_si128(bits));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(at) + 1, _mm256_extracti128_si256(bits, 1));
     } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bits);
+    }
+#else
+    for (int i = 0; i < kParts; ++i) {
       uint16_t bits[kLanes];
       put_rounded<dtype>(x[i], bits);
-#if defined(KVTIER_HAVE_AVX2)
-      if constexpr (kStream) {
-        for (int n = 0; n < kLanes; n += 8)
-          _mm_stream_si128(reinterpret_cast<__m128i*>(at + 2 * (kLanes * i + n)), read<__m128i>(bits + n));
-        continue;
-      }
-#endif
       __builtin_memcpy(at + 2 * kLanes * i, bits, sizeof bits);
     }
+#endif
   }
 }
 

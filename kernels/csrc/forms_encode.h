@@ -30,12 +30,15 @@ KVTIER_INLINE Nibbles nibbles_of(const F* sums, const F* signed_by) {
 
 KVTIER_INLINE F amax_of(const F* column) {
   F most = magnitude(column[0]);
-  for (int e = 1; e < kGroup; ++e) most = larger(most, magnitude(column[e]));
+  for (int e = 1; e < kGroup; ++e) most = farther(most, column[e]);
   return most;
 }
 
-KVTIER_INLINE Rounded quantized(F x, const Scales& scales) {
-  return round_e2m1(smaller(magnitude(x) * scales.inverses, all(6.0f)));
+// In steps of the scale. Only a scale that had to be cut at 448 lets values reach 7 of them.
+template <bool clips>
+KVTIER_INLINE F in_steps(F x, const Scales& by) {
+  const F steps = x * by.inverses;
+  return clips ? larger(smaller(steps, all(6.0f)), all(-6.0f)) : steps;
 }
 
 // Calls work(x, data, scales) for kLanes groups at a time; the last call may see zeros behind the input and write to memory
@@ -54,27 +57,26 @@ KVTIER_INLINE void each_batch(const uint16_t* x, int64_t groups, uint8_t* data, 
   __builtin_memcpy(scales + g * codes, rest_scales, count * codes);
 }
 
-template <DType coded>
+template <DType coded, bool clips>
 void encode_two(const uint16_t* x, int64_t groups, float global_scale, uint8_t* data, uint8_t* scales, Soon& soon) {
   each_batch<16, 2>(x, groups, data, scales, [&](int64_t, const uint16_t* at, uint8_t* to, uint8_t* codes) {
     fetch(soon, kLanes * kGroup * 2);
-    F column[kGroup], sums[kGroup];
+    F column[kGroup], left[kGroup], sums[kGroup];
     load_columns<coded>(at, column);
     const Scales first = scales_of(amax_of(column), global_scale);
-    for (int e = 0; e < kGroup; ++e) sums[e] = quantized(column[e], first).sum;
-    const Nibbles main = nibbles_of(sums, column);
-    for (int e = 0; e < kGroup; ++e)
-      column[e] = column[e] - with_sign_of(quantized(column[e], first).magnitude() * first.steps, column[e]);
-    const Scales second = scales_of(amax_of(column), global_scale);
-    for (int e = 0; e < kGroup; ++e) sums[e] = quantized(column[e], second).sum;
-    const Nibbles rest = nibbles_of(sums, column);
-    uint32_t words[4][kLanes], both[kLanes];
-    write(words[0], main.low), write(words[1], main.high), write(words[2], rest.low), write(words[3], rest.high);
-    write(both, first.codes | second.codes << 8);
-    for (int i = 0; i < kLanes; ++i) {
-      for (int n = 0; n < 4; ++n) write(to + 16 * i + 4 * n, words[n][i]);
-      write(codes + 2 * i, uint16_t(both[i]));
+    for (int e = 0; e < kGroup; ++e) {
+      const Coded c = e2m1_code(in_steps<clips>(magnitude(column[e]), first));
+      sums[e] = c.sum;
+      left[e] = column[e] - with_sign_of((c.sum - c.added) * first.steps, column[e]);
     }
+    const Nibbles main = nibbles_of(sums, column);
+    const Scales second = scales_of(amax_of(left), global_scale);
+    for (int e = 0; e < kGroup; ++e) sums[e] = e2m1_code(in_steps<clips>(magnitude(left[e]), second)).sum;
+    const Nibbles rest = nibbles_of(sums, left);
+    put_nibbles(main, rest, to);
+    uint32_t both[kLanes];
+    write(both, first.codes | second.codes << 8);
+    for (int i = 0; i < kLanes; ++i) write(codes + 2 * i, uint16_t(both[i]));
   });
 }
 
@@ -91,62 +93,66 @@ void turn_means(const uint16_t* bits, int64_t row_groups, int64_t pitch, float* 
   }
 }
 
-template <DType coded>
+template <DType coded, bool clips>
 void encode_offset(const uint16_t* x, const MeanColumns& mean, int64_t groups, float global_scale, uint8_t* data,
                    uint8_t* scales, Soon& soon) {
   each_batch<8, 1>(x, groups, data, scales, [&](int64_t g, const uint16_t* at, uint8_t* to, uint8_t* codes) {
     fetch(soon, kLanes * kGroup * 2);
     const float* means = mean.columns + g % mean.row_groups;
-    F value[kGroup], distance[kGroup], sums[kGroup], off_sums[kGroup], squares[kGroup];
+    F value[kGroup], distance[kGroup], sums[kGroup];
     load_columns<coded>(at, value);
     for (int e = 0; e < kGroup; ++e) distance[e] = value[e] - load(means + e * mean.pitch);
     const Scales plain = scales_of(amax_of(value), global_scale), off = scales_of(amax_of(distance), global_scale);
-    const auto tried = [&](const F* from, const Scales& by, F* to_sums) {
-      for (int e = 0; e < kGroup; ++e) {
-        const Rounded r = quantized(from[e], by);
-        to_sums[e] = r.sum;
-        // The square does not know the sign.
-        const F left = magnitude(from[e]) - r.magnitude() * by.steps;
-        squares[e] = left * left;
-      }
-      return sum_columns(squares);
+    const auto error = [](const F* from, const Scales& by) {
+      return sum_columns([&](int e) {
+        const F left = from[e] - e2m1_value(in_steps<clips>(from[e], by)) * by.steps;
+        return left * left;
+      });
     };
-    const F error = tried(value, plain, sums), off_error = tried(distance, off, off_sums);
-    const Mask taken = less(off_error, error);
+    const Mask taken = less(error(distance, off), error(value, plain));
+    const Scales by{pick(taken, off.codes | all(0x80u), plain.codes), {}, pick(taken, off.inverses, plain.inverses)};
     for (int e = 0; e < kGroup; ++e) {
-      sums[e] = pick(taken, off_sums[e], sums[e]);
       value[e] = pick(taken, distance[e], value[e]);
+      sums[e] = e2m1_code(in_steps<clips>(magnitude(value[e]), by)).sum;
     }
     const Nibbles n = nibbles_of(sums, value);
     put_nibbles({pick(taken, positive_zeros(n.low), n.low), pick(taken, positive_zeros(n.high), n.high)}, to);
-    put_bytes(pick(taken, off.codes | all(0x80u), plain.codes), codes);
+    put_bytes(by.codes, codes);
   });
 }
 
-// Codes of kLanes neighbours in four rows, rows[r] of each, to nibbles at data + r * row_bytes.
-KVTIER_INLINE void put_row_nibbles(const W* rows, uint8_t* data, int64_t row_bytes) {
+// Values of kLanes neighbours in four rows as nibbles at data + r * row_bytes: the codes that sums[r] end in, with the
+// signs of signed_by[r] where they are not 0.
+KVTIER_INLINE void put_row_nibbles(const F* sums, const F* signed_by, uint8_t* data, int64_t row_bytes) {
+  W codes[4];
+  for (int r = 0; r < 4; ++r) codes[r] = merged<kNibbleSign>(W(sums[r]), W(signed_by[r]) >> 28);
 #if defined(KVTIER_HAVE_AVX512)
   for (int r = 0; r < 4; ++r) {
-    const __m512i pairs = _mm512_or_si512(__m512i(rows[r]), _mm512_srli_epi64(__m512i(rows[r]), 28));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(data + r * row_bytes), _mm512_cvtepi64_epi8(pairs));
+    const __m512i low = __m512i(codes[r]), high = _mm512_srli_epi64(low, 28);
+    const __m512i pairs = __m512i(merged<0xF0u>(W(low), W(high)));
+    write(data + r * row_bytes, positive_zeros<uint64_t>(uint64_t(_mm_cvtsi128_si64(_mm512_cvtepi64_epi8(pairs))), 0x7777777777777777u));
   }
 #elif defined(KVTIER_HAVE_AVX2)
-  const __m256i ab = _mm256_packus_epi32(__m256i(rows[0]), __m256i(rows[1]));
-  const __m256i cd = _mm256_packus_epi32(__m256i(rows[2]), __m256i(rows[3]));
+  for (W& code : codes) code &= all(15u);
+  const __m256i ab = _mm256_packus_epi32(__m256i(codes[0]), __m256i(codes[1]));
+  const __m256i cd = _mm256_packus_epi32(__m256i(codes[2]), __m256i(codes[3]));
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_packus_epi16(ab, cd), _mm256_set1_epi16(0x1001));
   const __m256i bytes = _mm256_packus_epi16(pairs, pairs);
-  const __m128i all_rows = _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
-  write(data, uint32_t(_mm_extract_epi32(all_rows, 0))), write(data + row_bytes, uint32_t(_mm_extract_epi32(all_rows, 1)));
-  write(data + 2 * row_bytes, uint32_t(_mm_extract_epi32(all_rows, 2)));
-  write(data + 3 * row_bytes, uint32_t(_mm_extract_epi32(all_rows, 3)));
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  const Four words = Four(_mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+  const Four four = positive_zeros(words, Four(_mm_set1_epi8(0x77)));
+  for (int r = 0; r < 4; ++r) write(data + r * row_bytes, uint32_t(four[r]));
 #else
   for (int r = 0; r < 4; ++r)
-    for (int i = 0; i < kLanes / 2; ++i) data[r * row_bytes + i] = uint8_t(rows[r][2 * i] | rows[r][2 * i + 1] << 4);
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const uint32_t pair = (codes[r][2 * i] & 15u) | (codes[r][2 * i + 1] & 15u) << 4;
+      data[r * row_bytes + i] = uint8_t(positive_zeros(pair, 0x77u));
+    }
 #endif
 }
 
 // 16 tokens, of which `rows` are valid; all 16 are written.
-template <DType coded>
+template <DType coded, bool clips>
 void encode_token(const uint16_t* x, int64_t rows, int64_t dim, float global_scale, uint8_t* data, uint8_t* scales,
                   uint16_t* middles, Soon& soon) {
   for (int64_t c = 0; c < dim; c += kLanes) {
@@ -162,18 +168,15 @@ void encode_token(const uint16_t* x, int64_t rows, int64_t dim, float global_sca
     put_rounded<coded>(low * all(0.5f) + high * all(0.5f) + all(0.0f), middles + c);
     const F middle = widened<coded>(middles + c);
     // Rounding keeps order, so the farthest values are the lowest and the highest.
-    const Scales by = scales_of(larger(magnitude(low - middle), magnitude(high - middle)), global_scale);
+    const Scales by = scales_of(farther(magnitude(low - middle), high - middle), global_scale);
     put_bytes(by.codes, scales + c);
     for (int r = 0; r < kGroup; r += 4) {
-      W codes[4];
+      F distance[4], sums[4];
       for (int i = 0; i < 4; ++i) {
-        const F distance = value[r + i] - middle;
-        const W size = W(quantized(distance, by).sum) & all(7u);
-        // The sign of what is not zero: 7 more than 1 to 7 has bit 3.
-        codes[i] = size | ((size + all(7u)) & (W(distance) >> 28) & all(kNibbleSign));
-        if (r + i >= rows) codes[i] = all(0u);
+        distance[i] = r + i < rows ? value[r + i] - middle : all(0.0f);
+        sums[i] = e2m1_code(in_steps<clips>(magnitude(distance[i]), by)).sum;
       }
-      put_row_nibbles(codes, data + (r * dim + c) / 2, dim / 2);
+      put_row_nibbles(sums, distance, data + (r * dim + c) / 2, dim / 2);
     }
   }
 }
@@ -191,29 +194,37 @@ KVTIER_INLINE bool any_above(F x, float limit) {
 #endif
 }
 
-KVTIER_INLINE Rounded eighth(F x) { return round_e4m3(smaller(magnitude(x), all(448.0f))); }
-// The e4m3 code with its sign.
-KVTIER_INLINE W e4m3_codes(F x) { return merged<0x80u>(W(eighth(x).sum) & all(0xFFu), W(x) >> 24); }
+constexpr float kLargestE4m3 = 464.0f;  // what is not above rounds to 448
 
-constexpr float kLargestE4m3 = 464.0f;
+// The e4m3 code of a value up to 464 in the lowest byte.
+KVTIER_INLINE W signed_e4m3(F x) { return merged<0x80u>(e4m3_code(magnitude(x)), W(x) >> 24); }
 
-// True if a value clipped.
-template <DType coded>
+// True if a value clipped, and what is written means nothing. Without `clips` none does.
+template <DType coded, bool clips>
 bool encode_fp8(const uint16_t* x, int64_t values, uint8_t* data, Soon& soon) {
   F most = all(0.0f);
   for (int64_t at = 0; at < values; at += kGroup) {
     fetch(soon, at % 32 ? 0 : 64);
-    for (int64_t i = at; i < at + kGroup; i += kLanes) {
-      const F value = widened<coded>(x + i);
-      most = larger(most, magnitude(value));
-      put_bytes(e4m3_codes(value), data + i);
+    W codes[kParts];
+    for (int i = 0; i < kParts; ++i) {
+      const F value = widened<coded>(x + at + i * kLanes);
+      if (clips) most = farther(most, value);
+      codes[i] = signed_e4m3(value);
     }
+    put_group_bytes(codes, data + at);
   }
-  return any_above(most, kLargestE4m3);
+  return clips && any_above(most, kLargestE4m3);
+}
+
+// What rounding to e4m3 leaves, squared.
+template <bool clips>
+KVTIER_INLINE F e4m3_error(F x) {
+  const F left = clips ? magnitude(x) - e4m3_value(smaller(magnitude(x), all(448.0f))) : x - e4m3_value(x);
+  return left * left;
 }
 
 // Rows behind one another, whose flags begin with bit `first_flag`. `errors`: two floats per group, for the call.
-template <DType coded>
+template <DType coded, bool clips>
 bool encode_fp8_mean(const uint16_t* x, const MeanColumns& mean, int64_t rows, uint8_t* data, uint8_t* flags,
                      int64_t first_flag, float* errors, Soon& soon) {
   const int64_t row_groups = mean.row_groups, groups = rows * row_groups, dim = row_groups * kGroup;
@@ -221,35 +232,40 @@ bool encode_fp8_mean(const uint16_t* x, const MeanColumns& mean, int64_t rows, u
   for (int64_t g = 0; g < groups; g += kLanes) {
     fetch(soon, kLanes * kGroup * 2);
     const float* means = mean.columns + g % row_groups;
-    F value[kGroup], squares[kGroup], off_squares[kGroup];
+    F value[kGroup];
     uint16_t rest[kGroup * kLanes] = {};
     const uint16_t* at = x + g * kGroup;
     if (g + kLanes > groups) __builtin_memcpy(rest, at, size_t((groups - g) * kGroup * 2)), at = rest;
     load_columns<coded>(at, value);
-    for (int e = 0; e < kGroup; ++e) {
-      const F distance = value[e] - load(means + e * mean.pitch);
-      const F left = magnitude(value[e]) - eighth(value[e]).magnitude();
-      const F off_left = magnitude(distance) - eighth(distance).magnitude();
-      squares[e] = left * left, off_squares[e] = off_left * off_left;
-    }
-    store(errors + g, sum_columns(squares)), store(off_errors + g, sum_columns(off_squares));
+    store(errors + g, sum_columns([&](int e) { return e4m3_error<clips>(value[e]); }));
+    store(off_errors + g, sum_columns([&](int e) { return e4m3_error<clips>(value[e] - load(means + e * mean.pitch)); }));
   }
   F most = all(0.0f);
+  const auto put_row = [&](auto distance) {
+    for (int64_t at = 0; at < dim; at += kGroup) {
+      W codes[kParts];
+      for (int i = 0; i < kParts; ++i) {
+        const int64_t n = at + i * kLanes;
+        const F value = distance.value ? widened<coded>(x + n) - load(mean.values + n) : widened<coded>(x + n);
+        if (clips) most = farther(most, value);
+        codes[i] = signed_e4m3(value);
+      }
+      put_group_bytes(codes, data + at);
+      if (distance.value) put_positive_zeros(data + at);
+    }
+  };
   for (int64_t r = 0; r < rows; ++r, x += dim, data += dim) {
     float error = 0.0f, off_error = 0.0f;
     for (int64_t g = r * row_groups; g < (r + 1) * row_groups; ++g) error += errors[g], off_error += off_errors[g];
-    const bool centred = off_error < error;
     const int64_t flag = first_flag + r;
-    if (centred) flags[flag / 8] |= uint8_t(1 << flag % 8);
-    const W taken = all(centred ? 0xFFFFFFFFu : 0u), minus_zero = all(0x80u) & taken;
-    for (int64_t at = 0; at < dim; at += kLanes) {
-      const F value = widened<coded>(x + at) - F(W(widened<coded>(mean.bits + at)) & taken);
-      most = larger(most, magnitude(value));
-      const W code = e4m3_codes(value);
-      put_bytes(code & ~(W(code == minus_zero) & taken), data + at);
+    if (off_error < error) {
+      flags[flag / 8] |= uint8_t(1 << flag % 8);
+      put_row(std::true_type{});
+    } else {
+      put_row(std::false_type{});
     }
   }
-  return any_above(most, kLargestE4m3);
+  return clips && any_above(most, kLargestE4m3);
 }
 
 // Bits of the mean over `rows` rows: added row by row.

@@ -1,6 +1,6 @@
 // The vector unit that the forms are written for: kLanes floats or 32-bit words, and what C++ operators on vectors lack.
 // Included once per instruction set, inside an unnamed namespace. KVTIER_HAVE_AVX512 implies KVTIER_HAVE_AVX2; with neither
-// the compiler makes of eight lanes what the target has.
+// there are four lanes, of which compilers make SSE2 or NEON, or loops.
 
 #define KVTIER_INLINE __attribute__((always_inline)) inline
 
@@ -9,11 +9,16 @@ constexpr int kLanes = 16;
 typedef float F __attribute__((vector_size(64)));
 typedef uint32_t W __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
-#else
+#elif defined(KVTIER_HAVE_AVX2)
 constexpr int kLanes = 8;
 typedef float F __attribute__((vector_size(32)));
 typedef uint32_t W __attribute__((vector_size(32)));
 typedef int32_t I __attribute__((vector_size(32)));
+#else
+constexpr int kLanes = 4;
+typedef float F __attribute__((vector_size(16)));
+typedef uint32_t W __attribute__((vector_size(16)));
+typedef int32_t I __attribute__((vector_size(16)));
 #endif
 constexpr int kParts = kGroup / kLanes;  // registers of one group
 
@@ -37,14 +42,13 @@ KVTIER_INLINE W all(uint32_t x) { return W(_mm512_set1_epi32(int(x))); }
 KVTIER_INLINE F all(float x) { return F(_mm256_set1_ps(x)); }
 KVTIER_INLINE W all(uint32_t x) { return W(_mm256_set1_epi32(int(x))); }
 #else
-KVTIER_INLINE F all(float x) { return F{x, x, x, x, x, x, x, x}; }
-KVTIER_INLINE W all(uint32_t x) { return W{x, x, x, x, x, x, x, x}; }
+KVTIER_INLINE F all(float x) { return F{x, x, x, x}; }
+KVTIER_INLINE W all(uint32_t x) { return W{x, x, x, x}; }
 #endif
 
 KVTIER_INLINE F load(const float* x) { return read<F>(x); }
 KVTIER_INLINE void store(float* x, F v) { write(x, v); }
 KVTIER_INLINE F magnitude(F x) { return F(W(x) & all(~kFloatSign)); }
-KVTIER_INLINE F with_sign_of(F size, F x) { return F(W(size) | (W(x) & all(kFloatSign))); }
 
 // Of finite numbers.
 #if defined(KVTIER_HAVE_AVX512)
@@ -94,18 +98,39 @@ KVTIER_INLINE W joined(W a, W b) {
 #endif
 }
 
-// The low byte of each lane. AVX2 saturates, so values must be bytes already.
+KVTIER_INLINE F with_sign_of(F size, F x) { return F(joined<kFloatSign>(W(size), W(x))); }
+
+// The low byte of each lane.
 KVTIER_INLINE void put_bytes(W x, uint8_t* at) {
 #if defined(KVTIER_HAVE_AVX512)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(__m512i(x)));
 #elif defined(KVTIER_HAVE_AVX2)
-  const __m256i words = _mm256_packus_epi32(__m256i(x), __m256i(x));
+  const __m256i low = __m256i(x & all(0xFFu)), words = _mm256_packus_epi32(low, low);
   const __m256i bytes = _mm256_packus_epi16(words, words);
   write(at, uint32_t(_mm256_extract_epi32(bytes, 0)));
   write(at + 4, uint32_t(_mm256_extract_epi32(bytes, 4)));
 #else
   for (int i = 0; i < kLanes; ++i) at[i] = uint8_t(x[i]);
 #endif
+}
+
+// The same of a group.
+KVTIER_INLINE void put_group_bytes(const W* x, uint8_t* at) {
+#if defined(KVTIER_HAVE_AVX2) && !defined(KVTIER_HAVE_AVX512)
+  const __m256i words = _mm256_packus_epi32(__m256i(x[0] & all(0xFFu)), __m256i(x[1] & all(0xFFu)));
+  const __m256i bytes = _mm256_packus_epi16(words, words);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
+                                                       bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
+#else
+  for (int i = 0; i < kParts; ++i) put_bytes(x[i], at + kLanes * i);
+#endif
+}
+
+// 16 bytes, those of -0 as +0.
+KVTIER_INLINE void put_positive_zeros(uint8_t* at) {
+  typedef int8_t Group __attribute__((vector_size(16)));
+  const Group bytes = read<Group>(at), minus_zero = Group{} + int8_t(-0x80);
+  write(at, bytes & ~Group(bytes == minus_zero));
 }
 
 // Halves of the numbers that forms are made of, BF16 or FP16.
@@ -145,6 +170,22 @@ KVTIER_INLINE F widened(const uint16_t* x) {
 #endif
 }
 
+#if defined(KVTIER_HAVE_AVX2)
+// A group, to nearest even. FP16 beyond its range becomes infinity.
+template <DType coded>
+KVTIER_INLINE __m256i rounded(const F* x) {
+#if defined(KVTIER_HAVE_AVX512)
+  return coded == DType::kFP16 ? _mm512_cvtps_ph(__m512(x[0]), _MM_FROUND_TO_NEAREST_INT)
+                               : _mm512_cvtepi32_epi16(__m512i(brain_bits(x[0])));
+#else
+  if (coded == DType::kFP16)
+    return _mm256_set_m128i(_mm256_cvtps_ph(__m256(x[1]), _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(__m256(x[0]), _MM_FROUND_TO_NEAREST_INT));
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(brain_bits(x[0])), __m256i(brain_bits(x[1]))), 0xD8);
+#endif
+}
+#endif
+
 // To nearest even. FP16 beyond its range becomes infinity.
 template <DType coded>
 KVTIER_INLINE void put_rounded(F x, uint16_t* at) {
@@ -166,35 +207,58 @@ KVTIER_INLINE void put_rounded(F x, uint16_t* at) {
 #endif
 }
 
-// A magnitude up to 6 rounded to e2m1: adding a number whose last bit is one step of the magnitude's binade rounds. That
-// number ends in the code of the binade's start less its steps, so the sum ends in the code.
-struct Rounded {
-  F sum, added;
+// The larger magnitude.
+KVTIER_INLINE F farther(F size, F x) {
+#if defined(KVTIER_HAVE_AVX512)
+  return F(_mm512_range_ps(__m512(size), __m512(x), 0x0B));
+#else
+  return larger(size, magnitude(x));
+#endif
+}
 
-  KVTIER_INLINE F magnitude() const { return sum - added; }
-};
-constexpr float kRoundBelow2 = 6291456.0f, kRoundBelow4 = 12582914.0f, kRoundBelow8 = 25165832.0f;
+// Rounding by adding a number whose last bit is worth one step of the value's binade. That number ends in the code of the
+// binade's start less the steps that lead there, so that the sum of a magnitude ends in its code.
 
-KVTIER_INLINE Rounded round_e2m1(F steps) {
-  steps = larger(steps, all(0.125f));  // which is 0 like all below, and has an exponent whose lowest bits say what it is
-  [[maybe_unused]] constexpr float a = kRoundBelow2, b = kRoundBelow4, c = kRoundBelow8;
+// The number to be added to multiples, below 7, of an e2m1 step: steps of 1/2 below 2, of 1 below 4, of 2 from there.
+KVTIER_INLINE F e2m1_added(F steps) {
+  constexpr float a = 6291456.0f, b = 12582914.0f, c = 25165832.0f;
+  // The lowest bits of the exponent choose. Values that share them with [2, 8) are too small to be rounded to but 0.
 #if defined(KVTIER_HAVE_AVX512)
   const __m512 table = _mm512_setr_ps(b, c, a, a, a, a, a, a, a, a, a, a, a, a, a, a);
-  const F added = F(_mm512_permutexvar_ps(_mm512_srli_epi32(__m512i(steps), 23), table));
+  return F(_mm512_permutexvar_ps(_mm512_srli_epi32(__m512i(steps), 23), table));
 #elif defined(KVTIER_HAVE_AVX2)
   const __m256 table = _mm256_setr_ps(b, c, a, a, a, a, a, a);
-  const F added = F(_mm256_permutevar8x32_ps(table, _mm256_srli_epi32(__m256i(steps), 23)));
+  return F(_mm256_permutevar8x32_ps(table, _mm256_srli_epi32(__m256i(steps), 23)));
 #else
-  const F added = pick(less(steps, all(2.0f)), all(a), pick(less(steps, all(4.0f)), all(b), all(c)));
+  const F size = magnitude(steps);
+  return pick(less(size, all(2.0f)), all(a), pick(less(size, all(4.0f)), all(b), all(c)));
 #endif
+}
+// To the nearest e2m1 value; zeros become +0.
+KVTIER_INLINE F e2m1_value(F steps) {
+  const F added = e2m1_added(steps);
+  return (steps + added) - added;
+}
+// The code of a magnitude in the lowest bits of `sum`; the value is sum - added.
+struct Coded {
+  F sum, added;
+};
+KVTIER_INLINE Coded e2m1_code(F steps) {
+  steps = larger(steps, all(0.125f));  // 0 like all below, but with an exponent that chooses rightly
+  const F added = e2m1_added(steps);
   return {steps + added, added};
 }
 
-// A magnitude up to 448 rounded to e4m3, in the same way.
-KVTIER_INLINE Rounded round_e4m3(F x) {
-  const W power = W(larger(F(W(x) & all(0x7F800000u)), all(0.015625f)));
-  const F added = F(power + all(0x0A400000u) + ((power >> 20) - all(121u << 3)));
-  return {x + added, added};
+KVTIER_INLINE W e4m3_binade(F x) { return W(larger(F(W(x) & all(0x7F800000u)), all(0.015625f))); }
+// To the nearest e4m3 value, of magnitudes up to 464.
+KVTIER_INLINE F e4m3_value(F x) {
+  const F added = F(e4m3_binade(x) + all(0x0A400000u));
+  return (x + added) - added;
+}
+// The code of a magnitude in the lowest byte.
+KVTIER_INLINE W e4m3_code(F x) {
+  const W power = e4m3_binade(x);
+  return W(x + F(power + (power >> 20) + all(0x0A400000u - (121u << 3))));
 }
 
 // Scale codes of magnitudes, as scale_code() has them, what they are worth, and its reciprocal.
@@ -214,8 +278,9 @@ KVTIER_INLINE Scales scales_of(F amax, float global_scale) {
 struct ColumnOrder {
   alignas(64) uint16_t four[2][32], eight[2][32], column[4][32];
   alignas(64) uint32_t pairs[2][16];
+  alignas(64) uint64_t turns[2][8];
 
-  constexpr ColumnOrder() : four{}, eight{}, column{}, pairs{} {
+  constexpr ColumnOrder() : four{}, eight{}, column{}, pairs{}, turns{} {
     for (int h = 0; h < 2; ++h)
       for (int i = 0; i < 32; ++i) {
         four[h][i] = uint16_t(16 * (i % 4) + 8 * h + i / 4);
@@ -228,6 +293,8 @@ struct ColumnOrder {
       }
     for (int h = 0; h < 2; ++h)
       for (int i = 0; i < 16; ++i) pairs[h][i] = uint32_t(8 * h + i / 2 + 16 * (i % 2));
+    for (int h = 0; h < 2; ++h)
+      for (int i = 0; i < 8; ++i) turns[h][i] = uint64_t(4 * h + i / 2 + 8 * (i % 2));
   }
 };
 constexpr ColumnOrder kColumnOrder;
@@ -284,10 +351,10 @@ KVTIER_INLINE void load_columns(const uint16_t* x, F* column) {
 }
 
 // Sum over 16 columns in the order of the format: i and i + 8, then i + 4, i + 2, i + 1.
-KVTIER_INLINE F sum_columns(const F* x) {
-  F y[8], z[4];
-  for (int i = 0; i < 8; ++i) y[i] = x[i] + x[i + 8];
-  for (int i = 0; i < 4; ++i) z[i] = y[i] + y[i + 4];
+template <class Column>
+KVTIER_INLINE F sum_columns(Column&& x) {
+  F z[4];
+  for (int i = 0; i < 4; ++i) z[i] = (x(i) + x(i + 8)) + (x(i + 4) + x(i + 12));
   return (z[0] + z[2]) + (z[1] + z[3]);
 }
 
@@ -310,7 +377,28 @@ KVTIER_INLINE void put_nibbles(const Nibbles& n, uint8_t* at) {
 #endif
 }
 
-// A code of -0 becomes +0, in the lanes of `mask`.
-KVTIER_INLINE W positive_zeros(W nibbles) {
-  return nibbles & (((nibbles & all(0x77777777u)) + all(0x77777777u)) | all(0x77777777u));
+// Two of them, 8 bytes each by turns.
+KVTIER_INLINE void put_nibbles(const Nibbles& a, const Nibbles& b, uint8_t* at) {
+#if defined(KVTIER_HAVE_AVX512)
+  for (int h = 0; h < 2; ++h) {
+    const __m512i order = order512(kColumnOrder.pairs[h]);
+    const __m512i first = _mm512_permutex2var_epi32(__m512i(a.low), order, __m512i(a.high));
+    const __m512i second = _mm512_permutex2var_epi32(__m512i(b.low), order, __m512i(b.high));
+    for (int q = 0; q < 2; ++q)
+      _mm512_storeu_si512(at + 128 * h + 64 * q,
+                          _mm512_permutex2var_epi64(first, order512(kColumnOrder.turns[q]), second));
+  }
+#else
+  uint32_t words[4][kLanes];
+  write(words[0], a.low), write(words[1], a.high), write(words[2], b.low), write(words[3], b.high);
+  for (int i = 0; i < kLanes; ++i)
+    for (int n = 0; n < 4; ++n) write(at + 16 * i + 4 * n, words[n][i]);
+#endif
 }
+
+// Nibbles of -0 become +0.
+template <class T>
+KVTIER_INLINE T positive_zeros(T nibbles, T sevens) {
+  return nibbles & (((nibbles & sevens) + sevens) | sevens);
+}
+KVTIER_INLINE W positive_zeros(W nibbles) { return positive_zeros(nibbles, all(0x77777777u)); }

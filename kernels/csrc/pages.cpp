@@ -191,7 +191,7 @@ Span dense(Span span, int64_t item_bytes) {
 
 // Largest magnitude of the valid rows as bits of the coded type.
 uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page, int64_t tokens, const Span& cold_order) {
-  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 1.0f, false, 0});
+  if (dtype_of(b) == DType::kFP8) return fp8_amax({b, page, tokens, 1.0f, false, 0, 0});
   const Span span = dense(cold_order, item_bytes(b));
   if (dtype_of(b) == DType::kFP32) return bf16_of(float_of(kernels.amax32(span.rows, span.dim)));
   return uint16_t(kernels.amax16(span.rows, span.dim));
@@ -200,7 +200,8 @@ uint16_t amax_bits(const RowKernels& kernels, const BufferPlan& b, uint8_t* page
 // k is chosen for the largest number that will be quantized: the distance from a mean is at most twice the amax.
 float largest(const BufferPlan& b, uint16_t amax) {
   const float value = coded_dtype(b) == DType::kFP16 ? fp16_to_float(amax) : bf16_to_float(amax);
-  return Coding(b.coding) == Coding::kOffset || Coding(b.coding) == Coding::kToken ? 2.0f * value : value;
+  const Coding coding = Coding(b.coding);
+  return coding == Coding::kOffset || coding == Coding::kToken || coding == Coding::kFp8Mean ? 2.0f * value : value;
 }
 
 template <class F>
@@ -285,7 +286,7 @@ Refusal encode_page(const Batch& batch, const RowKernels& kernels, int64_t i, ui
     const Ahead ahead = ahead_of(batch, n, 0, batch.num_buffers, i);
     if (direct(b))
       quantize(kernels, b, span, tokens, ahead, global_scale, cold);
-    else if (!encode_form({b, page, tokens, global_scale, false, ahead.hot}, cold))
+    else if (!encode_form({b, page, tokens, global_scale, false, ahead.hot, largest(b, amax)}, cold))
       return kOutOfRange;
   }
   return kAccepted;
@@ -379,7 +380,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       if (direct(b))
         dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), global_scale, stream);
       else if (b.compressed())
-        decode_form({b, page, tokens, global_scale, stream, 0}, cold);
+        decode_form({b, page, tokens, global_scale, stream, 0, 0}, cold);
       else
         copy_out(b, cold, span);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
@@ -410,7 +411,7 @@ void page_errors(const Batch& batch, const uint8_t* arena, double* sums) {
       if (direct(b))
         dequantize(kernels, dense_plan, cold, span_of(dense_plan, decoded.data(), tokens), Ahead{}, global_scale, false);
       else
-        decode_form({dense_plan, decoded.data(), tokens, global_scale, false, 0}, cold);
+        decode_form({dense_plan, decoded.data(), tokens, global_scale, false, 0, 0}, cold);
       const uint8_t* page = page_address(b, batch.page_ids[i]);
       for (int64_t h = 0; h < b.heads; ++h)
         for (int64_t t = 0; t < tokens; ++t) {
