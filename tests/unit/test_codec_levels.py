@@ -91,9 +91,9 @@ def test_bytes_are_those_of_the_reference(shape: str, form: tuple[str, dict[str,
     back_pool, back = pool_of(spec, [np.ones_like(v) for v in values])
     reader.decode(reader.finer_layout(spec, found), back_pool, zero, lengths, arena, zero)
     expected = page_reference.decode_page(cold, reference_parts(layout, values), valid, 16, layout.scale_table_offset)
-    for at, part in zip(layout.parts, expected, strict=True):
+    for at, decoded in zip(layout.parts, expected, strict=True):
         got = back[at.buffer][0].reshape(values[at.buffer].shape)
-        assert got[:, :, at.column : at.column + at.columns].tobytes() == part.tobytes()
+        assert got[:, :, at.column : at.column + at.columns].tobytes() == decoded.tobytes()
         if levels[at.buffer] == 2 and spec.buffers[at.buffer].role.attention:
             np.testing.assert_array_equal(got[:, :valid], values[at.buffer][:, :valid])
 
