@@ -39,12 +39,12 @@ Layers = list[tuple["torch.Tensor", "torch.Tensor"]]
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What a second trip through the form gives, as in `Record`."""
+    """What a second trip through the form gives, as in `Record`; older files have only the KL."""
 
     kl: float
-    top1: float
-    delta_nll: float
-    key_nll: float | None
+    top1: float | None = None
+    delta_nll: float | None = None
+    key_nll: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

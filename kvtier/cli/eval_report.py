@@ -54,7 +54,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _row(r: Record) -> str:
-    again = r.again or Again(float("nan"), 0, 0, None)
+    again = r.again or Again(float("nan"))
     cells = [
         f"`{r.form}`",
         f"{r.bytes_per_value:.3f}",
