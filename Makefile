@@ -8,6 +8,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TORTURE_ARGS ?=
 
 export PYTHON KVTIER_CACHE TORCH_INDEX
 # Waiting OpenMP threads would otherwise burn the cores that kvtier's workers run on.
@@ -16,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang demo-sglang bench clean
+.PHONY: help demo test lint types package-check test-sglang demo-sglang test-native test-long bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -30,6 +31,9 @@ demo: ## Install kvtier and run its main job on a real model (under 10 minutes, 
 
 test: ## Run the tests
 	@$(call in,test); "$$python" -m pytest --ignore=tests/engines $(PYTEST_ARGS)
+
+test-native: ## Check the C++ kernels: sanitizers, every instruction set, and aarch64 where it can be emulated
+	@tests/native/run.sh build/native-check
 
 lint: ## Check style and formatting
 	@$(call in,test); "$$python" -m ruff check; "$$python" -m ruff format --check
@@ -45,6 +49,11 @@ test-sglang: ## Run the tests against the real SGLang
 
 demo-sglang: ## Run the demo's sessions through the real SGLang
 	@$(in_sglang); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
+
+test-long: ## Kill a writer 200 times, open a million pages, torture for ten minutes (half an hour in all)
+	@$(call in,test); "$${python%/*}/kvtier" torture --seconds 0 --only kill --trials 100 $(TORTURE_ARGS); \
+	KVTIER_REOPEN_PAGES=1000000 "$$python" -m pytest -q -s tests/benchmarks/test_nvme_reopen.py; \
+	"$${python%/*}/kvtier" torture --seconds 600 $(TORTURE_ARGS)
 
 bench: ## Measure codecs and tiers against memcpy and fio
 	@$(call in,test); "$${python%/*}/kvtier" bench codec $(BENCH_ARGS); "$${python%/*}/kvtier" bench tier $(BENCH_ARGS)

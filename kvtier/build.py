@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import RemovalListener, StagingTier, Tier
@@ -21,6 +21,9 @@ from kvtier.origins import ROWS
 from kvtier.placement import Admission, TierRules, Write
 from kvtier.spec import GROUP, PageSpec, Role
 from kvtier.store import TieredStore
+
+if TYPE_CHECKING:
+    from kvtier.storage_backends.redis.options import RedisOptions
 
 _log = logging.getLogger(__name__)
 
@@ -181,11 +184,11 @@ def _open_host(make: Callable[..., Tier], config: HostTierConfig, share: int, op
         raise
 
 
-def _open_redis(config: RedisTierConfig) -> Tier:
+def redis_options(config: RedisTierConfig) -> RedisOptions:
+    """The block's options, checked; reads the files that it names."""
     from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
-    from kvtier.storage_backends.redis.tier import RedisTier
 
-    options = RedisOptions.of(
+    return RedisOptions.of(
         config.url,
         mode=config.mode,
         service=config.service,
@@ -198,7 +201,12 @@ def _open_redis(config: RedisTierConfig) -> Tier:
         timeout_s=config.timeout,
         connections=config.connections,
     )
-    return RedisTier(options)
+
+
+def _open_redis(config: RedisTierConfig) -> Tier:
+    from kvtier.storage_backends.redis.tier import RedisTier
+
+    return RedisTier(redis_options(config))
 
 
 def _rank_path(path: Path, shard: str, rank: int) -> Path:

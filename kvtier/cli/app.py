@@ -11,6 +11,7 @@ from kvtier.cli import (
     bench,
     calibrate,
     demo,
+    doctor,
     eval_cold_page,
     eval_lossless,
     eval_round_trip,
@@ -53,6 +54,7 @@ app.command()(replay.replay)
 app.command()(serve.serve)
 app.command()(top.top)
 app.command()(explain.explain)
+app.command()(doctor.doctor)
 app.command()(torture.torture)
 app.command()(calibrate.calibrate)
 

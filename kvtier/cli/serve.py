@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 Listens = Annotated[
     list[str] | None, typer.Option(help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT. Repeatable.", show_default=False)
 ]
+Nvmes = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="DIR:SIZE, such as /var/lib/kvtier:200GiB. Repeatable: one per device, of one size.", show_default=False
+    ),
+]
 
 
 def serve(
     listen: Listens = None,
     http: Annotated[str, typer.Option(help="HOST:PORT of /metrics, /livez and /readyz.", show_default=False)] = "",
     host_capacity: Annotated[str, typer.Option(help="Memory for values, such as 4GiB.", show_default=False)] = "",
-    nvme: Annotated[str, typer.Option(help="DIR:SIZE, such as /var/lib/kvtier:200GiB.", show_default=False)] = "",
+    nvme: Nvmes = None,
     config: Annotated[
         Path | None, typer.Option(help="A file with the blocks tiers, server and http instead.", show_default=False)
     ] = None,
@@ -60,10 +66,7 @@ def serve(
             raise ConfigError("--host-capacity is missing: say how much memory values may take, such as 4GiB")
         tiers: list[dict[str, Any]] = [{"type": "host", "capacity": host_capacity}]
         if nvme:
-            path, _, size = nvme.rpartition(":")
-            if not path:
-                raise ConfigError(f"--nvme {nvme} must be DIR:SIZE, such as /var/lib/kvtier:200GiB")
-            tiers.append({"type": "nvme", "path": path, "capacity": size})
+            tiers.append(_nvme(nvme))
         block = parse_config({"tiers": tiers, "server": server or {"listen": ["tcp:127.0.0.1:6380"]}})
     if block.server is None:
         raise ConfigError(f"config file {str(config)!r} has no block 'server': add one with the option listen")
@@ -82,6 +85,25 @@ def serve(
         stop.wait()
     finally:
         running.stop()
+
+
+def _nvme(given: list[str]) -> dict[str, Any]:
+    """The tier that ``--nvme DIR:SIZE`` names, given once or several times."""
+    from kvtier.config import parse_bytes
+
+    paths, sizes = [], set()
+    for text in given:
+        path, _, size = text.rpartition(":")
+        if not path:
+            raise ConfigError(f"--nvme {text} must be DIR:SIZE, such as /var/lib/kvtier:200GiB")
+        paths.append(path)
+        try:
+            sizes.add(parse_bytes(size))
+        except ValueError as error:
+            raise ConfigError(f"--nvme {text}: the size {error}") from None
+    if len(sizes) > 1:
+        raise ConfigError(f"--nvme {' --nvme '.join(given)}: directories hold equal shares; give all the same size")
+    return {"type": "nvme", "path": paths, "capacity": sizes.pop() * len(paths)}
 
 
 def _http(text: str, block: Config) -> HttpOptions | None:

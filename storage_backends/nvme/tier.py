@@ -198,6 +198,11 @@ class NvmeTier(Tier):
         return [LENGTH_UNKNOWN if n >= 0 else n for n in lengths]
 
     @property
+    def direct(self) -> bool:
+        """Whether transfers pass the page cache by (O_DIRECT)."""
+        return self._segments.direct
+
+    @property
     def free_bytes(self) -> int:
         """What is not in use of the capacity."""
         return self._capacity_bytes - self._table.used_bytes

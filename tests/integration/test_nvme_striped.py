@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.abc.tier import LENGTH_UNKNOWN, GetStatus, PutStatus, Removal
 from kvtier.build import open_store
+from kvtier.cli import serve
 from kvtier.config import parse_config
 from kvtier.errors import ClosedError, ConfigError, TierPathError
 from kvtier.storage_backends.nvme.health import DeviceState
@@ -199,6 +200,11 @@ def test_a_store_over_two_directories(tmp_path: Path) -> None:
         assert shown == {str(tmp_path / "a/tp0/rank1"), str(tmp_path / "b/tp0/rank1")}
     finally:
         store.close()
+
+
+def test_the_command_line_names_several(tmp_path: Path) -> None:
+    assert serve._nvme(["/a:1GiB", "/b:1024MiB"]) == {"type": "nvme", "path": ["/a", "/b"], "capacity": 2 << 30}
+    assert serve._nvme(["C:/a:1GiB"]) == {"type": "nvme", "path": ["C:/a"], "capacity": 1 << 30}
 
 
 # ---- one device fails

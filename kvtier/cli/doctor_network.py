@@ -1,0 +1,225 @@
+"""``kvtier doctor``: Redis or Valkey, TLS, and what the cache server and the metrics port need."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvtier.abc.codec import Form
+from kvtier.abc.tier import (
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    PROBE_PREFIX,
+    GetStatus,
+    PageMeta,
+    PutItem,
+    PutStatus,
+)
+from kvtier.build import redis_options
+from kvtier.cli.doctor_line import Finding, bad, good, nothing, refused, size, warning
+from kvtier.config import Config, RedisTierConfig, ServerConfig
+from kvtier.errors import KVTierError
+from kvtier.keys import checksum
+
+if TYPE_CHECKING:
+    from kvtier.storage_backends.redis.discovery import ServerFacts
+    from kvtier.storage_backends.redis.options import Address, RedisOptions
+
+_TRY_BYTES = 1 << 20
+_SKEW_S = 5.0
+_EXPIRES_DAYS = 14
+
+
+def check_redis(config: RedisTierConfig) -> Iterator[Finding]:
+    what = "redis"
+    try:
+        options = redis_options(config)
+        from kvtier.storage_backends.redis import discovery, tier
+    except KVTierError as error:
+        yield refused(what, error)
+        return
+    facts = []
+    for address in options.seeds if config.mode != "sentinel" else ():
+        found = _facts(address, options)
+        if isinstance(found, Finding):
+            yield found
+        else:
+            facts.append(found)
+    if facts:
+        said = sorted({f"{f.version} ({f.mode.value}), maxmemory {size(f.maxmemory_bytes)}" for f in facts})
+        yield good(what, f"version {'; '.join(said)}, policy {', '.join(sorted({f.maxmemory_policy for f in facts}))}")
+        limit = min((f.max_value_bytes for f in facts if f.max_value_bytes), default=512 << 20)
+        for text in discovery.misfits(facts, limit, 0, facts[0].mode):
+            misfit = refused(what, text)
+            yield misfit if "this tier needs" in text else warning(what, misfit.text, misfit.fix)
+    yield from _transport(options)
+    if facts or config.mode == "sentinel":
+        with_tier = tier.RedisTier(options)
+        try:
+            yield _round_trip(what, with_tier)
+        finally:
+            with_tier.close()
+        for address in options.seeds[:1] if config.mode != "sentinel" else ():
+            yield _server_clock(address, options)
+
+
+def _facts(address: Address, options: RedisOptions) -> ServerFacts | Finding:
+    from kvtier.storage_backends.redis import discovery
+
+    try:
+        return discovery.ask_facts(address, options, options.timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever the client library says is what is to be told
+        return bad(f"redis {address}", f"does not answer: {error}", _reachable(address, options))
+
+
+def _reachable(address: Address, options: RedisOptions) -> str:
+    tls = "TLS is spoken there (rediss:// against redis://)" if options.tls is None else "it speaks TLS there"
+    return f"check that the server runs at {address}, that this machine may connect, the password, and whether {tls}"
+
+
+def _round_trip(what: str, tier: Any) -> Finding:
+    key = PROBE_PREFIX + os.urandom(KEY_BYTES - len(PROBE_PREFIX))
+    data = os.urandom(_TRY_BYTES)
+    meta = PageMeta(_TRY_BYTES, Form.RAW, 0, checksum(data, key), bytes(FINGERPRINT_BYTES))
+    started = time.perf_counter()
+    (put,) = tier.put_many([PutItem(key, meta, memoryview(data))])
+    between = time.perf_counter()
+    out = bytearray(_TRY_BYTES)
+    (got,) = tier.get_many_into([key], [memoryview(out)])
+    ended = time.perf_counter()
+    tier.delete_many([key])
+    if put is not PutStatus.STORED:
+        return bad(
+            what, f"a put answered {put.value}", "see the log above; check the user's rights and the memory limit"
+        )
+    if got.status is not GetStatus.HIT or out != data:
+        return bad(what, f"a page that was put came back as {got.status.value}", "see the log above")
+    return good(
+        what,
+        f"put and got a page of {size(_TRY_BYTES)} in {1000 * (between - started):.1f} and "
+        f"{1000 * (ended - between):.1f} ms",
+    )
+
+
+def _transport(options: RedisOptions) -> Iterator[Finding]:
+    what = "redis TLS"
+    if options.tls is None:
+        remote = [a for a in options.seeds if a.host and not _is_local(a.host)]
+        if remote:
+            yield warning(
+                what,
+                f"pages and the password go to {remote[0]} in the clear",
+                "use rediss:// with tls_ca, or a network that nobody else is on",
+            )
+        else:
+            yield nothing(what, "not used; the server is on this machine")
+        return
+    for address in options.seeds:
+        yield _certificate(what, address, options.tls)
+
+
+def _certificate(what: str, address: Address, context: ssl.SSLContext) -> Finding:
+    try:
+        with (
+            socket.create_connection((address.host, address.port), 5.0) as plain,
+            context.wrap_socket(plain, server_hostname=address.host) as connection,
+        ):
+            found = connection.getpeercert() or {}
+            version = connection.version()
+    except OSError as error:  # ssl.SSLError among them
+        return bad(what, f"{address} was not accepted: {error}", "check tls_ca, the certificate's names and dates")
+    return _expiry(what, f"{address}, {version}", found)
+
+
+def _expiry(what: str, who: str, certificate: Any) -> Finding:
+    if "notAfter" not in certificate:
+        return good(what, who)
+    days = (ssl.cert_time_to_seconds(certificate["notAfter"]) - time.time()) / 86400
+    if days < 0:
+        return bad(what, f"{who}: the certificate has expired {-days:.0f} days ago", "renew the certificate")
+    if days < _EXPIRES_DAYS:
+        return warning(what, f"{who}: the certificate expires in {days:.0f} days", "renew the certificate")
+    return good(what, f"{who}, certificate valid for {days:.0f} days")
+
+
+def _server_clock(address: Address, options: RedisOptions) -> Finding:
+    from kvtier.storage_backends.redis.connection import Connection, encode
+
+    what = "redis clock"
+    try:
+        connection = Connection(address, options, time.monotonic() + options.timeout_s, database=options.database)
+        try:
+            connection.send([encode([b"TIME"])])
+            reply = connection.read_reply()
+        finally:
+            connection.close()
+    except (OSError, KVTierError) as error:
+        return nothing(what, f"not told: {error}")
+    if not isinstance(reply, list) or not reply:
+        return nothing(what, f"not told: {reply!r}")
+    ahead_s = int(reply[0]) - time.time()
+    if abs(ahead_s) > _SKEW_S:
+        return warning(what, f"the server is {ahead_s:+.0f} s off this machine", "synchronize both (chrony)")
+    return good(what, "agrees with this machine's")
+
+
+def check_server(config: ServerConfig) -> Iterator[Finding]:
+    from kvtier.server.options import ServerOptions
+
+    what = "server"
+    try:
+        options = ServerOptions.of(config)
+        if options.tls is not None:
+            options.tls.context()
+    except KVTierError as error:
+        yield refused(what, error)
+        return
+    if options.tls is not None:
+        decode = getattr(importlib.import_module("_ssl"), "_test_decode_cert", None)
+        certificate = decode(str(options.tls.cert)) if decode is not None else {}
+        yield _expiry("server TLS", str(options.tls.cert), certificate)
+    for where in options.listen:
+        folder = where.path.parent if where.path is not None else None
+        if folder is not None and not os.access(folder, os.W_OK):
+            yield bad(what, f"{where}: {folder} cannot be written", f"make {folder} writable for user {os.geteuid()}")
+        elif where.path is None and where.port and _answers(where.host, where.port):
+            yield good(what, f"{where}: somebody listens there already; it is free for kvtier serve once that ends")
+        else:
+            yield good(what, f"{where}: free")
+
+
+def check_http(config: Config) -> Iterator[Finding]:
+    if config.http is None:
+        yield nothing("metrics", "no http block: nobody sees hits, misses and errors")
+        return
+    token = config.http.token_file
+    if not _is_local(config.http.host):
+        if not config.http.allow_remote:
+            yield bad(
+                "metrics", f"host {config.http.host} is no loopback address", "set allow_remote, or host 127.0.0.1"
+            )
+            return
+        if token is None and not os.environ.get("KVTIER_HTTP_TOKEN"):
+            yield bad("metrics", "reachable from other machines without a token", "set token_file or KVTIER_HTTP_TOKEN")
+            return
+    if token is not None and not os.access(token, os.R_OK):
+        yield bad("metrics", f"token_file {token} cannot be read", f"make {token} readable for user {os.geteuid()}")
+        return
+    yield good("metrics", f"{config.http.host}:{config.http.port or '(any free port)'}")
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,295 @@
+"""``kvtier doctor``: what it finds, that each finding says what to do, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvtier.abc.tier import GetStatus
+from kvtier.cli import doctor_disks, doctor_engines, doctor_machine
+from kvtier.cli.app import app
+from kvtier.cli.doctor import examine
+from kvtier.cli.doctor_line import Finding, State, refused, size
+from kvtier.config import HostTierConfig, parse_config
+from kvtier.storage_backends.nvme.tier import NvmeTier
+from kvtier.testing.pages import aligned_buffer, item_of, key_of
+from kvtier.testing.redis_servers import RedisServer, ask, find_server
+
+HOST = {"type": "host", "capacity": "4MiB"}
+
+
+def write(tmp_path: Path, *lower: dict[str, Any], **rest: Any) -> Path:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text(yaml.safe_dump({"tiers": [HOST, *lower], **rest}))
+    return path
+
+
+def nvme(path: Path | list[str], capacity: str = "16MiB") -> dict[str, Any]:
+    return {"type": "nvme", "path": path if isinstance(path, list) else str(path), "capacity": capacity}
+
+
+def about(findings: list[Finding], what: str) -> list[Finding]:
+    return [finding for finding in findings if finding.what.startswith(what)]
+
+
+def everything_in(folder: Path) -> dict[str, str]:
+    """Paths, and hashes of what files hold."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    return found
+
+
+# ---- the command
+
+
+def test_a_good_configuration_passes_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = write(tmp_path, nvme(tmp_path / "disk" / "pages"))
+    before = everything_in(tmp_path)
+    result = CliRunner().invoke(app, ["doctor", "--config", str(config)])
+    assert result.exit_code == 0, result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith("0 failed, ")
+    assert any(line.startswith("ok") and "host tier: put and got 4 pages" in line for line in lines)
+    assert any("disk/pages: put and got 4 pages of 1.0 MiB" in line for line in lines)
+    assert any(line.startswith("ok") and "codec and store: 8 of 8 pages found again" in line for line in lines)
+    for what in ("memory", "memlock", "/dev/shm", "huge pages", "open files", "clock", "metrics", "SGLang", "LMCache"):
+        assert any(line[5:].startswith(f"{what}: ") for line in lines), what
+    assert everything_in(tmp_path) == before
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(write(tmp_path, nvme(tmp_path / "pages")))])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["ok"] is True
+    assert {finding["state"] for finding in found["findings"]} <= {"good", "warning", "none"}
+    assert all(set(finding) == {"what", "state", "text", "fix"} for finding in found["findings"])
+    assert all(bool(finding["fix"]) == (finding["state"] in ("warning", "bad")) for finding in found["findings"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "fix"),
+    [
+        ("tiers: [", "is not YAML", ""),
+        ("tiers: [{type: host}]", "'tiers[0].capacity' is missing", "give it a value"),
+        ("tiers: [{type: nvme, path: /x, capacity: 1GiB}]", "first tier must be of type host", "put {type: host"),
+    ],
+)
+def test_a_broken_configuration_fails_with_the_way_out(tmp_path: Path, text: str, message: str, fix: str) -> None:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["doctor", "--json", "--config", str(path)])
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and finding["state"] == "bad"
+    assert message in finding["text"] + finding["fix"] and fix in finding["fix"]
+
+
+@pytest.mark.parametrize("capacity", [4096, 10_000, 1 << 20, 5 << 20])
+def test_a_host_tier_of_any_size_is_tried(capacity: int) -> None:
+    (finding,) = doctor_disks.check_host_tier(HostTierConfig(type="host", capacity=capacity))
+    assert finding.state is State.GOOD, finding
+
+
+# ---- directories
+
+
+def test_a_directory_in_use_is_said_and_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "pages" / "default" / "rank0"
+    tier = NvmeTier(folder, 4 << 20)
+    tier.put_many([item_of(key_of(n), 20_000) for n in range(20)])
+    before = everything_in(tmp_path)
+    try:
+        findings = about(list(examine(write(tmp_path, nvme(tmp_path / "pages")))), "nvme")
+        assert {finding.state for finding in findings} <= {State.GOOD, State.WARNING}
+        assert any(f"default/rank0 is in use by process {os.getpid()}" in finding.text for finding in findings)
+        assert any(finding.text.startswith("put and got") for finding in findings)
+        (tmp_path / "kvtier.yaml").unlink()
+        assert everything_in(tmp_path) == before
+        out = aligned_buffer(20_000)
+        assert tier.get_many_into([key_of(0)], [out])[0].status is GetStatus.HIT
+    finally:
+        tier.close()
+    findings = about(list(examine(write(tmp_path, nvme(tmp_path / "pages")))), "nvme")
+    assert not any("in use" in finding.text for finding in findings)
+
+
+def test_capacity_is_held_against_free_space_and_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(capacity: str) -> Finding:
+        findings = list(examine(write(tmp_path, nvme(tmp_path / "pages", capacity))))
+        return about(findings, "nvme")[0]
+
+    tier = NvmeTier(tmp_path / "pages" / "default" / "rank0", 8 << 20)
+    tier.close()
+    assert room("16MiB").state is State.GOOD and "8.0 MiB are taken" in room("16MiB").text
+    assert room("4MiB").state is State.WARNING and "raise the capacity" in room("4MiB").fix
+    assert room("900TiB").state is State.BAD and "set the tier's capacity to at most" in room("900TiB").fix
+    free = os.statvfs(tmp_path)
+    left = free.f_bavail * free.f_frsize
+    monkeypatch.setattr(doctor_disks, "_stored_bytes", lambda path: left)
+    assert room(str(left + left // 2)).state is State.GOOD, "what a tier has taken already is not asked for again"
+
+
+def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    findings = about(list(examine(write(tmp_path, nvme([str(tmp_path / "file"), str(tmp_path / "b")])))), "nvme")
+    assert findings[0].state is State.BAD and "is a file" in findings[0].text and findings[0].fix
+    other = tmp_path / "other" / "default" / "rank0"
+    NvmeTier(other, 1 << 20).close()
+    (other / "FORMAT").write_text('{"kvtier_nvme_format": 99}')
+    findings = about(list(examine(write(tmp_path, nvme(tmp_path / "other")))), "nvme")
+    assert findings[0].state is State.BAD and "format 99" in findings[0].text and "rm -r" in findings[0].fix
+
+
+def test_two_directories_of_one_device_are_said(tmp_path: Path) -> None:
+    findings = about(list(examine(write(tmp_path, nvme([str(tmp_path / "a"), str(tmp_path / "b")])))), "nvme")
+    (shared,) = [finding for finding in findings if finding.what == "nvme"]
+    assert shared.state is State.WARNING and shared.fix == "name one directory per device"
+    assert sum(finding.text.startswith("put and got") for finding in findings) == 2
+
+
+def test_a_device_that_gives_other_bytes_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_disks, "belongs", lambda key, out: False)
+    findings = list(examine(write(tmp_path, nvme(tmp_path / "pages"))))
+    assert [f.state for f in about(findings, "nvme")][-1] is State.BAD
+    assert "other bytes" in about(findings, "nvme")[-1].text
+
+
+# ---- the machine
+
+
+def test_limits_are_told_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"tiers": [{"type": "host", "capacity": "8GiB"}, nvme(tmp_path)]})
+    monkeypatch.setattr(doctor_machine, "_memory_bytes", lambda: (4 << 30, 2 << 30))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr(Path, "exists", lambda self: True)  # an accelerator
+    files = {
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "/proc/meminfo": "HugePages_Total:      12\n",
+    }
+    monkeypatch.setattr(doctor_machine, "_read", lambda path: files.get(path, ""))
+    findings = {finding.what: finding for finding in doctor_machine.check_machine(config)}
+    assert findings["memory"].state is State.BAD and "below 4.0 GiB" in findings["memory"].fix
+    assert findings["memlock"].state is State.WARNING and "memlock=-1" in findings["memlock"].fix
+    assert findings["open files"].state is State.WARNING and "ulimit -n 1280" in findings["open files"].fix
+    assert findings["huge pages"].state is State.WARNING and "echo madvise" in findings["huge pages"].fix
+    monkeypatch.setattr(doctor_machine, "_memory_bytes", lambda: (16 << 30, 2 << 30))
+    assert next(iter(doctor_machine.check_machine(config))).state is State.WARNING
+    small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 1, 1, 1, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    findings = {finding.what: finding for finding in doctor_machine.check_machine(config)}
+    assert findings["/dev/shm"].state is State.WARNING and "--shm-size" in findings["/dev/shm"].fix
+
+
+def test_messages_of_our_own_are_split_into_text_and_fix() -> None:
+    found = refused("x", "path = '/a' is a file; name a directory")
+    assert (found.text, found.fix) == ("path = '/a' is a file", "name a directory")
+    assert refused("x", "nothing to split").fix
+    assert [size(n) for n in (5, 2048, 3 << 20, 5 << 30, 2 << 40)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+        "2.0 TiB",
+    ]
+
+
+# ---- servers
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
+    if find_server() is None:
+        pytest.skip("neither redis-server nor valkey-server is installed")
+    server = RedisServer(tmp_path / "server")
+    yield server
+    server.stop()
+
+
+def test_redis_is_tried_and_its_settings_are_told(tmp_path: Path, server: RedisServer) -> None:
+    config = write(tmp_path, {"type": "redis", "url": server.url})
+    findings = about(list(examine(config)), "redis")
+    assert any(f.state is State.GOOD and "policy noeviction" in f.text and "version" in f.text for f in findings)
+    warnings = {f.fix for f in findings if f.state is State.WARNING}
+    assert warnings == {"set maxmemory-policy allkeys-lru", "set maxmemory"}
+    assert any(f.text.startswith("put and got a page of 1.0 MiB") for f in findings)
+    assert [f.text for f in about(findings, "redis clock")] == ["agrees with this machine's"]
+    assert ask(server.port, "DBSIZE") == "0"
+    ask(server.port, "CONFIG", "SET", "maxmemory", "64mb")
+    ask(server.port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    assert {f.state for f in about(list(examine(config)), "redis")} == {State.GOOD, State.NONE}
+    server.stop()
+    findings = about(list(examine(config)), "redis")
+    assert findings[0].state is State.BAD and "check that the server runs at" in findings[0].fix
+    assert CliRunner().invoke(app, ["doctor", "--config", str(config)]).exit_code == 1
+
+
+def test_a_server_that_wants_a_password_fails(tmp_path: Path, server: RedisServer) -> None:
+    ask(server.port, "CONFIG", "SET", "requirepass", "hunter2")
+    config = write(tmp_path, {"type": "redis", "url": server.url})
+    findings = about(list(examine(config)), "redis")
+    assert findings[0].state is State.BAD and "hunter2" not in str(findings)
+
+
+def test_the_cache_servers_certificate_and_sockets_are_told(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    block: dict[str, Any] = {"listen": ["tls:127.0.0.1:0", f"unix:{tmp_path}/k.sock", "unix:/proc/k.sock"]}
+    block |= {"tls_cert": str(cert), "tls_key": str(key)}
+    findings = about(list(examine(write(tmp_path, server=block))), "server")
+    tls, *sockets = findings
+    assert tls.state is State.WARNING and "expires in" in tls.text and tls.fix == "renew the certificate"
+    assert [f.state for f in sockets][:2] == [State.GOOD] * 2
+    (finding,) = about(list(examine(write(tmp_path, server={"listen": ["tls:127.0.0.1:0"]}))), "server")
+    assert finding.state is State.BAD and "tls_cert" in finding.fix
+
+
+def test_a_metrics_port_open_to_others_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTIER_HTTP_TOKEN", raising=False)
+    for http, state in (
+        ({"port": 9404}, State.GOOD),
+        ({"host": "0.0.0.0"}, State.BAD),
+        ({"host": "0.0.0.0", "allow_remote": True}, State.BAD),
+        ({"token_file": str(tmp_path / "nowhere")}, State.BAD),
+    ):
+        assert about(list(examine(write(tmp_path, http=http))), "metrics")[0].state is state
+
+
+# ---- engines
+
+
+def test_an_engine_that_does_not_know_kvtier_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"sglang": "9.9", "lmcache": "9.9"}
+    monkeypatch.setattr(doctor_engines, "_version", versions.get)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    sglang, lmcache = doctor_engines.check_engines()
+    assert sglang.state is State.BAD and "not among its plugins" in sglang.text and "pip install" in sglang.fix
+    assert lmcache.state is State.BAD, "an LMCache that cannot be imported"
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor_engines, "_version", versions.get)
+    monkeypatch.setenv("SGLANG_PLUGINS", "others")
+    assert "leaves kvtier out" in next(iter(doctor_engines.check_engines())).text
+
+
+def test_a_codec_that_cannot_be_had_fails(tmp_path: Path) -> None:
+    compression = [{"algorithm": "triattention", "calibration_path": str(tmp_path / "nowhere.safetensors")}]
+    findings = list(examine(write(tmp_path, kv_cache_compression_config=compression)))
+    (finding,) = about(findings, "triattention")
+    assert finding.state is State.BAD and "kvtier calibrate" in finding.fix
