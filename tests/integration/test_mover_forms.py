@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -304,3 +306,33 @@ def test_the_precision_after_the_next_loses_nothing(tmp_path: Path, caplog: pyte
 def test_a_budget_without_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quality_budget = 0.1 needs quality_sample, such as 0.001"):
         cold_page(quality_budget=0.1)
+
+
+def write_scales(path: Path, key: float, value: float) -> Path:
+    """A safetensors file with the same scales in every layer."""
+    names = [f"model.layers.{n}.self_attn.{x}_proj.{x}_scale" for n in range(LAYERS) for x in "kv"]
+    header = {name: {"dtype": "F32", "shape": [], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + struct.pack("<2f", key, value) * LAYERS)
+    return path
+
+
+def test_pages_with_a_checkpoints_scales_are_found_with_these_scales_only(tmp_path: Path) -> None:
+    data, tier = values(), tmp_path / "tier"
+    one, other = write_scales(tmp_path / "one.safetensors", 0.01, 0.02), tmp_path / "other.safetensors"
+    write_scales(other, 0.01, 0.03)
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    (copy / "model.safetensors").write_bytes(one.read_bytes())
+    options: dict[str, Any] = {"global_scale": "checkpoint"}
+    with open_mover(tier, **options, scale_checkpoint_path=str(one)) as mover:
+        assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
+        assert mover.store.flush(10.0)
+    for different in ({**options, "scale_checkpoint_path": str(other)}, {"quant": "nvfp4"}):
+        with open_mover(tier, **different) as mover:
+            assert mover.store.wait(mover.store.lookup("r", mover.namespace.page_keys(HASHES))) == 0
+            mover.store.settle("r")
+    # The same scales at another place are the same scales.
+    with open_mover(tier, **options, scale_checkpoint_path=str(copy)) as mover:
+        out = restore(mover)
+    assert all(0.05 < error < 0.11 for error in errors_of(out, data, slice(0, PAGES)))
