@@ -66,7 +66,7 @@ def page_kernels(name: str, kinds: tuple[int, ...], columns: int = 128, even: bo
     encode = {"plan": "*i64", "pages": "*i64", "status": "*u8", "arena": "i64"}
     decode = {"plan": "*i64", "pages": "*i64", "arena": "i64"}
     counts = {"first_part": "i32", "parts": "i32", "splits": "i32"}
-    options = {**pages.OPTIONS, "num_warps": pages.warps_for(columns)}
+    options = pages.options_for(columns)
     yield Kernel(f"encode {name}", triton_pages.encode_kernel, {**encode, **counts}, constants, options)
     yield Kernel(
         f"decode {name}", triton_pages.decode_kernel, {**decode, **counts, "page_tokens": "i32"}, constants, options

@@ -28,9 +28,6 @@ SLOT_ALIGN = 16
 UNWRITTEN, DONE, NON_FINITE, OUT_OF_RANGE = range(4)
 """What a program leaves behind; UNWRITTEN is what the launch starts from."""
 
-OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-"""How the kernels are compiled. A fused multiply-add would change bytes."""
-
 _ITEM_BYTES = {0: 2, 1: 2, 2: 4, 3: 1, 4: 1}
 _RAW, _NVFP4, _TWO_FP4, _OFFSET, _TOKEN, _FP8, _FP8_MEAN = range(7)
 _WITH_K = (_NVFP4, _TWO_FP4, _OFFSET, _TOKEN)
@@ -113,7 +110,7 @@ class DevicePlan:
         }
 
     def options(self) -> dict[str, Any]:
-        return {**OPTIONS, "num_warps": warps_for(self.columns)}
+        return options_for(self.columns)
 
 
 def prepare(plan: I64, page_tokens: int, cold_bytes: int, table_offset: int) -> DevicePlan:
@@ -186,9 +183,11 @@ def paddings(parts: list[Native], cold_bytes: int, table_offset: int) -> list[tu
     return gaps
 
 
-def warps_for(columns: int) -> int:
-    """More threads hold longer rows of `fp8_mean`."""
-    return 4 if columns <= 64 else 8 if columns == 128 else 16
+def options_for(columns: int) -> dict[str, Any]:
+    """How the kernels are compiled. A fused multiply-add would change bytes. More threads hold longer rows of
+    `fp8_mean`. Registers are stated because the assembler would rather spill some than run fewer programs at once."""
+    warps = 4 if columns <= 64 else 8 if columns == 128 else 16
+    return {"enable_fp_fusion": False, "num_warps": warps, "maxnreg": 168 if warps == 4 else 128}
 
 
 def splits_for(pages: int, parts: int) -> int:

@@ -189,7 +189,7 @@ def encode_fp8_mean(
     column = tl.arange(0, COLUMNS)
     fits = (column < dim)[None, :]
     for item in range(split, mean_items(heads, tokens, EVEN), splits):
-        _, head, _, _ = mean_rows(item, 0, heads, tokens, EVEN)
+        _, head, token, exists = mean_rows(item, 0, heads, tokens, EVEN)
         lead = item + tl.zeros([1], tl.int32) if EVEN else tl.minimum(head, heads - 1)
         lead_offset = tl.multiple_of(lead.to(tl.int64) * head_stride, HOT_ALIGN)[:, None] + column[None, :]
         total = tl.zeros([MEANS, COLUMNS], tl.float32)
@@ -198,6 +198,9 @@ def encode_fp8_mean(
         count = tl.maximum(valid, 1).to(tl.float32)
         bits = coded_bits(tl.div_rn(total, tl.zeros([MEANS, COLUMNS], tl.float32) + count), DTYPE)
         mean = coded_value(bits, DTYPE)
+        # Where a tile has rows of several heads, the first row of a head writes its mean.
+        owner = lead >= 0 if EVEN else exists & (token == 0)
+        put_halves(side, (lead * dim)[:, None] + column[None, :], bits, owner[:, None] & fits)
         for step in range(0, tl.cdiv(tokens, ROWS) if EVEN else 1):
             row, head, token, exists = mean_rows(item, step, heads, tokens, EVEN)
             inside = exists & (token < valid)
@@ -215,12 +218,6 @@ def encode_fp8_mean(
             at = tl.multiple_of(row * dim, 16)[:, None] + column[None, :]
             out = tl.multiple_of(bytes_at(data), COLD_ALIGN) + at
             tl.store(out, codes.to(tl.uint8), mask=exists[:, None] & fits)
-            # The head's first row writes its mean.
-            at = (head * dim)[:, None] + column[None, :]
-            put_halves(side, at, bits, (exists & (token == 0))[:, None] & fits)
-            flags = tl.reshape(take.to(tl.int32), (ROWS // 8, 8)) << tl.arange(0, 8)[None, :]
-            byte = tl.min(tl.reshape(row, (ROWS // 8, 8)), 1) // 8
-            used = tl.max(tl.reshape(exists.to(tl.int32), (ROWS // 8, 8)), 1) > 0
-            out = bytes_at(side) + heads * dim * 2 + byte
-            tl.store(out, tl.sum(flags, 1).to(tl.uint8), mask=used)
+            byte = bytes_at(side) + heads * dim * 2 + tl.min(row, 0) // ROWS
+            tl.store(byte, tl.sum(take.to(tl.int32) << tl.arange(0, ROWS), 0).to(tl.uint8))
     return tl.max(clipped, 0)
