@@ -107,7 +107,7 @@ def import_violation(source: Source, imported: Import) -> str | None:
         return f"bare {imported.top!r}: say kvtier.{imported.top}"
     if imported.top in PICKLES:
         return "reads or writes code as data"
-    if source.part == "cli":
+    if source.part in ("cli", "faults"):  # at the top: tools that put everything else to use
         return None
 
     if source.part == "kernels":
@@ -124,7 +124,7 @@ def import_violation(source: Source, imported: Import) -> str | None:
         if imported.top == "redis" and not under(source.module, "kvtier.storage_backends.redis"):
             return "redis belongs to storage_backends/redis"
     elif source.part == "connectors":
-        if under(imported.module, "kvtier.cli"):
+        if under(imported.module, "kvtier.cli", "kvtier.faults"):
             return "the command line is above the connectors"
         engine = ".".join(source.module.split(".")[:3])
         if under(imported.module, "kvtier.connectors") and not under(imported.module, engine):
@@ -140,7 +140,7 @@ def import_violation(source: Source, imported: Import) -> str | None:
     else:
         if imported.typing_only:
             return None
-        if under(imported.module, "kvtier.cli", "kvtier.connectors"):
+        if under(imported.module, "kvtier.cli", "kvtier.faults", "kvtier.connectors"):
             return "the core knows nothing above it"
         if imported.top in ENGINES | {"redis", "triton"}:
             return "the core imports no engine, no redis, no triton"
