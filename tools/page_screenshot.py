@@ -72,6 +72,7 @@ def serve(mover: PageMover, seconds: float) -> None:
     noise = np.random.default_rng(0).standard_normal((POOL_PAGES * SPEC.page_tokens, 2, 64)).astype(np.float32)
     rows = (noise.view(np.uint32) >> 16).astype(np.uint16)
     pool = HotPool.of(SPEC, [rows.copy() for _ in SPEC.buffers], HotLayout.NHD)
+    restored = HotPool.of(SPEC, [rows.copy() for _ in SPEC.buffers], HotLayout.NHD)
     end = time.monotonic() + seconds
     for number in range(trace.requests):
         if time.monotonic() > end:
@@ -82,7 +83,7 @@ def serve(mover: PageMover, seconds: float) -> None:
         lookup = mover.store.lookup(name, mover.namespace.page_keys(hashes), hashes=hashes)
         ready = mover.store.wait(lookup)
         if ready and mover.store.hold(lookup, ready):
-            mover.onboard(lookup, pool, range(ready)).result(60.0)
+            mover.onboard(lookup, restored, range(ready)).result(60.0)
         mover.store.settle(name)
         mover.offload(pool, hashes, range(len(hashes))).result(60.0)
         time.sleep(0.02)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _SPARK_COLUMNS = 40
+_OUT_OF_FIRST = ('kvtier_cold_bytes_total{direction="onboard"}', "kvtier_server_sent_bytes_total")
+"""Bytes that leave the first tier: for the engine, or for clients of the server. Other tiers are read by the first."""
 
 Series = Mapping[str, float]
 
@@ -157,7 +159,10 @@ def figures(status: Mapping[str, Any]) -> dict[str, Any]:
             "pages": now[f"kvtier_tier_resident_pages{label}"],
             "hit_share": hits.get(tier, 0.0) / found if found else 0.0,
             "in_bytes_per_s": past.per_second(f"kvtier_tier_put_bytes_total{label}"),
-            "out_bytes_per_s": past.per_second(f"kvtier_tier_get_bytes_total{label}"),
+            "out_bytes_per_s": sum(
+                past.per_second(key)
+                for key in (f"kvtier_tier_get_bytes_total{label}", *(_OUT_OF_FIRST if not tiers else ()))
+            ),
             "evicted_pages": past.grown(f"kvtier_tier_evicted_pages_total{label}"),
         }
     codec = {}

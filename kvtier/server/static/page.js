@@ -57,6 +57,10 @@ const span = () => (rows() > 1 ? view.past.times_s[rows() - 1] - view.past.times
 const perSecond = (key) => (span() ? overall(key) / span() : 0);
 const total = (keys) => keys.reduce((sum, [, key]) => sum + overall(key), 0);
 
+// Bytes that left a tier: read by other tiers, and out of the first one by the engine, or by clients of the server.
+const OUT_OF_FIRST = ['kvtier_cold_bytes_total{direction="onboard"}', "kvtier_server_sent_bytes_total"];
+const outOf = (tier) => [`kvtier_tier_get_bytes_total{tier="${tier}"}`, ...(tier === tiers()[0] ? OUT_OF_FIRST : [])];
+
 // The past cut into columns: pairs of rows, and the time at which each ends.
 function columns() {
   const last = rows() - 1, step = Math.max(1, Math.ceil(last / COLUMNS)), cut = [];
@@ -100,7 +104,7 @@ function drawTiers() {
     const used = now(of("kvtier_tier_used_bytes")), capacity = now(of("kvtier_tier_capacity_bytes"));
     return [tier, `${bytes(used)} (${percent(capacity ? used / capacity : 0)})`, bar(capacity ? used / capacity : 0), bytes(capacity),
       count(now(of("kvtier_tier_resident_pages"))), hits ? percent(overall(of("kvtier_hits_total")) / hits) : "–",
-      rate(perSecond(of("kvtier_tier_put_bytes_total"))), rate(perSecond(of("kvtier_tier_get_bytes_total"))),
+      rate(perSecond(of("kvtier_tier_put_bytes_total"))), rate(outOf(tier).reduce((sum, key) => sum + perSecond(key), 0)),
       `${count(overall(of("kvtier_tier_evicted_pages_total")))} pages`];
   })));
 }
@@ -164,10 +168,11 @@ function drawCodec() {
 }
 
 function drawTraffic() {
-  const lines = tiers().flatMap((tier) => [["in", "put"], ["out", "get"]].map(([name, verb]) => ({
-    name: `${tier} ${name}`,
-    value: (from, to) => grown(`kvtier_tier_${verb}_bytes_total{tier="${tier}"}`, from, to) / length(from, to),
-  })));
+  const lines = tiers().flatMap((tier) => [["in", [`kvtier_tier_put_bytes_total{tier="${tier}"}`]], ["out", outOf(tier)]].map(
+    ([name, keys]) => ({
+      name: `${tier} ${name}`,
+      value: (from, to) => keys.reduce((sum, key) => sum + grown(key, from, to), 0) / length(from, to),
+    })));
   overTime(byId("traffic"), lines, { yText: rate, summary: "Bytes written into and read from each tier, per second." });
 }
 
