@@ -61,6 +61,11 @@ class Xxh3:
     def update(self, buffer: Any) -> None: ...
     def digest(self) -> bytes: ...
 
+def read_words(buffer: Any, start: int, end: int, args_max: int, bulk_max: int) -> tuple[int, list[bytes], int] | None:
+    """The start of a command of the Redis protocol in ``buffer[start:end]``: where what was not read begins, the
+    arguments that were, and how many are left. It stops before an argument that is not there as a whole, is no argument,
+    or is a value of SET or MSET. None where not even the number of arguments could be read."""
+
 def update_all(buffer: Any, hashes: list[Xxh3]) -> None:
     """Feed `buffer` to all `hashes`, but read it from memory once."""
 
@@ -73,6 +78,7 @@ def send_pages(fd: int, pipe_out: int, pipe_in: int, data: Any, until: float) ->
     """Send `data` by reference through an empty pipe: it must not change until the peer has read it. Something else
     must be sent after it. (bytes sent, errno); after an error socket and pipe are of no more use. Deadlines as in
     `receive`, with SO_SNDTIMEO."""
+
 def page_keys(namespace_digest: bytes, hashes: bytes, hash_bytes: int) -> bytes: ...
 @overload
 def quantize(x: npt.NDArray[np.uint16], dtype: int, k: int, data_out: _U8, scales_out: _U8) -> bool: ...

@@ -2,6 +2,7 @@
 // processor's cache, sent by reference. Both take the deadline of every call from the socket's own timeouts.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
+#include <strings.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -103,6 +104,51 @@ nb::tuple receive(int fd, nb::handle out, nb::list hashes, double until) {
   return nb::make_tuple(got, error);
 }
 
+// A number in decimal up to the line end at or after `at`; -1 where there is none, or a larger one than `most`.
+int64_t number_line(const char*& at, const char* end, int64_t most) {
+  int64_t value = 0;
+  const char* digit = at;
+  for (; digit < end && *digit >= '0' && *digit <= '9'; ++digit) {
+    value = value * 10 + (*digit - '0');
+    if (value > most) return -1;
+  }
+  if (digit == at || end - digit < 2 || digit[0] != '\r' || digit[1] != '\n') return -1;
+  at = digit + 2;
+  return value;
+}
+
+// Whether argument `index` of a command is a value: all of SET's second, and every second one of MSET.
+bool is_value(const char* name, int64_t name_bytes, int64_t index) {
+  if (index < 2) return false;
+  if (name_bytes == 3) return index == 2 && !strncasecmp(name, "set", 3);
+  return name_bytes == 4 && index % 2 == 0 && !strncasecmp(name, "mset", 4);
+}
+
+// None, or (where the rest begins, arguments, how many are left): see the stub.
+nb::object read_words(nb::handle buffer, size_t start, size_t end, int64_t args_max, int64_t bulk_max) {
+  const View view(buffer, PyBUF_SIMPLE);
+  if (end > view.size() || start >= end) return nb::none();
+  const char* at = reinterpret_cast<const char*>(view.data()) + start;
+  const char* const begin = at - start;
+  const char* const stop = begin + end;
+  if (*at++ != '*') return nb::none();
+  const int64_t count = number_line(at, stop, args_max);
+  if (count < 1) return nb::none();
+  const char* name = nullptr;
+  int64_t name_bytes = 0, index = 0;
+  nb::list words;
+  for (; index < count && !is_value(name, name_bytes, index); ++index) {
+    const char* head = at;
+    if (head == stop || *head++ != '$') break;
+    const int64_t length = number_line(head, stop, bulk_max);
+    if (length < 0 || stop - head < length + 2 || head[length] != '\r' || head[length + 1] != '\n') break;
+    if (!index) name = head, name_bytes = length;
+    words.append(nb::bytes(head, size_t(length)));
+    at = head + length + 2;
+  }
+  return nb::make_tuple(size_t(at - begin), words, count - index);
+}
+
 // Page references go through the pipe to the socket; nothing is copied here. (bytes sent, errno). What was put into the
 // pipe and could not be sent is lost: after an error neither socket nor pipe can be used any further. The kernel is told
 // that more follows, so something must.
@@ -149,6 +195,7 @@ void bind_sockets(nb::module_& m) {
       .def(nb::init<uint64_t>(), "seed"_a = 0)
       .def("update", &update, "buffer"_a)
       .def("digest", &digest, "16 bytes, as xxh3_128 of all pieces; more may follow");
+  m.def("read_words", &read_words, "buffer"_a, "start"_a, "end"_a, "args_max"_a, "bulk_max"_a);
   m.def("update_all", &update_all, "buffer"_a, "hashes"_a);
   m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
   m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "data"_a, "until"_a);

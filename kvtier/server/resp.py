@@ -55,7 +55,7 @@ class Place(Protocol):
 
 Argument = bytes | Place
 Placer = Callable[[list[Argument], int], Place | None]
-"""Asked for every bulk argument, with the arguments before it and its length; None: it is a plain argument."""
+"""Asked for every argument that may be a value, with those before it and its length; None: it is a plain one."""
 
 
 class Stream:
@@ -96,14 +96,23 @@ class Stream:
 
     def read_command(self, place: Placer) -> list[Argument]:
         """The next command. Waits for it as long as it takes; raises Disconnected or ProtocolError."""
-        line = self._read_line(idle=True)
-        while not line:  # an empty line between commands is allowed
+        if self._start == self._end:
+            self._start, self._end = 0, 0
+            self._end = self._receive(self._view, 0, patient=not self.stranger)
+        args_max = _STRANGER_ARGS_MAX if self.stranger else _ARGS_MAX
+        bulk_max = _STRANGER_BULK_MAX if self.stranger else _BULK_MAX
+        read = _native.read_words(self._buffer, self._start, self._end, args_max, bulk_max)
+        args: list[Argument]
+        if read is not None:  # what is here already; all of what follows would read it, too
+            self._start, args, left = read  # type: ignore[assignment]  # a list of words is one of arguments
+        else:
             line = self._read_line(idle=True)
-        if line[:1] != b"*":
-            return list(line.split())
-        count = self._number(line[1:], _STRANGER_ARGS_MAX if self.stranger else _ARGS_MAX, "multibulk length")
-        args: list[Argument] = []
-        for _ in range(count):
+            while not line:  # an empty line between commands is allowed
+                line = self._read_line(idle=True)
+            if line[:1] != b"*":
+                return list(line.split())
+            args, left = [], self._number(line[1:], args_max, "multibulk length")
+        for _ in range(left):
             args.append(self._read_argument(args, place))
         return args
 
@@ -236,6 +245,14 @@ class Stream:
         """Send what the client takes while it keeps taking; returns the rest. The kernel waits, so that a large value
         is one call, but not for long, so that a client that sends on instead of reading is heard. TLS sockets send
         all. Raises Disconnected."""
+        try:
+            if len(parts) == 1 and not self._tls:  # the usual answer: a short one
+                sent = self._socket.send(parts[0])
+                return [] if sent == len(parts[0]) else [memoryview(parts[0])[sent:]]
+        except BlockingIOError:
+            return list(parts)
+        except OSError as e:
+            raise Disconnected(str(e)) from e
         waiting = [memoryview(p) for p in parts if len(p)]
         try:
             if self._tls:

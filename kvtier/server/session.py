@@ -144,7 +144,7 @@ class Session:
 
     def _send_now(self) -> None:
         self._out = self._stream.send_some(self._out)
-        self._out_bytes = sum(map(len, self._out))
+        self._out_bytes = sum(map(len, self._out)) if self._out else 0
         if not self._out:
             self._release()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import _native
@@ -83,6 +87,80 @@ def test_values_go_to_their_place_and_what_follows_is_read(
     assert not keep or holes[0].check.digest() == _native.xxh3_128(value)
     assert stream.read_command(place) == [b"PING"]
     thread.join()
+
+
+WORDS = st.one_of(
+    st.sampled_from([b"SET", b"set", b"MSET", b"GET", b"", b"\r\n", b"$1\r\n", b"*"]),
+    st.binary(max_size=40),
+    st.integers(0, 5000).map(bytes),
+)
+COMMANDS = st.lists(st.lists(WORDS, max_size=7), min_size=1, max_size=5)
+
+
+def encoded(commands: list[list[bytes]]) -> bytes:
+    return b"".join(b"*%d\r\n" % len(c) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in c) for c in commands)
+
+
+def read_all(sent: bytes, pieces: list[int], *, fast: bool) -> list[Any]:
+    """What a stream makes of `sent`, cut into pieces of these lengths (the last one again and again); ends in why it
+    ended."""
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours, 20.0)
+    stream.stranger = False
+    read_words = _native.read_words
+    found: list[Any] = []
+
+    def place(args: list[Argument], length: int) -> Place | None:
+        name = args[0].upper() if args and isinstance(args[0], bytes) else b""
+        at = len(args)
+        return Hole(length) if (name == b"SET" and at == 2) or (name == b"MSET" and at and at % 2 == 0) else None
+
+    def drip() -> None:
+        at, turn = 0, 0
+        with theirs, contextlib.suppress(OSError):  # the stream may give up in the middle
+            while at < len(sent):
+                n = pieces[min(turn, len(pieces) - 1)]
+                theirs.sendall(sent[at : at + n])
+                at, turn = at + n, turn + 1
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        _native.read_words = read_words if fast else lambda *_: None
+        while True:
+            args = stream.read_command(place)
+            found.append([a if isinstance(a, bytes) else (bytes(a.view or b""), a.check.digest()) for a in args])
+    except (ProtocolError, Disconnected) as e:
+        found.append(type(e))
+    finally:
+        _native.read_words = read_words
+        stream.close()
+        thread.join()
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(commands=COMMANDS, pieces=st.lists(st.integers(1, 3000), min_size=1, max_size=6))
+def test_words_are_read_alike_with_and_without_the_native_reader(
+    commands: list[list[bytes]], pieces: list[int]
+) -> None:
+    sent = encoded(commands)
+    fast, plain = (read_all(sent, pieces, fast=fast) for fast in (True, False))
+    assert fast == plain
+    assert len(fast) == len(commands) + 1 and fast[-1] is Disconnected
+    for found, command in zip(fast, commands, strict=False):
+        assert [f if isinstance(f, bytes) else f[0] for f in found] == command
+
+
+@settings(max_examples=60, deadline=None)
+@given(commands=COMMANDS, at=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_nonsense_is_read_alike_with_and_without_the_native_reader(
+    commands: list[list[bytes]], at: int, byte: int
+) -> None:
+    sent = bytearray(encoded(commands))
+    sent[at % len(sent)] = byte
+    fast, plain = (read_all(bytes(sent), [len(sent)], fast=fast) for fast in (True, False))
+    assert fast == plain
 
 
 @pytest.mark.parametrize(
