@@ -31,7 +31,7 @@ BLOCK_BYTES = 1 << 20
 ROUNDS = 5
 BATCH_BYTES = 256 << 20
 _KEYS = 32
-_START_S = 20.0
+_START_S = 60.0
 
 Row = dict[str, str | int | float | None]
 
@@ -240,7 +240,7 @@ def _process(path: Path, command: list[str]) -> Iterator[int]:
         raise KVTierError(f"{command[0]} is not installed: apt-get install redis-server") from None
     try:
         give_up = time.monotonic() + _START_S
-        while not path.exists():
+        while not _listens(path):
             if process.poll() is not None or time.monotonic() > give_up:
                 raise KVTierError(f"{' '.join(command)} does not start")
             time.sleep(0.02)
@@ -248,6 +248,14 @@ def _process(path: Path, command: list[str]) -> Iterator[int]:
     finally:
         process.terminate()
         process.wait()
+
+
+def _listens(path: Path) -> bool:
+    try:
+        with _connected(path):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager
