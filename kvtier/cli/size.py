@@ -28,6 +28,7 @@ class SizeCodec(str, Enum):
     NVFP4_TOKEN = "nvfp4_token"
     K8V4 = "k8v4"
     TWO_FP4 = "2fp4"
+    LOSSLESS = "lossless"
     RAW = "raw"
 
 
@@ -155,6 +156,10 @@ def _layout(
         raise ConfigError(f"--rope and --global-scale belong to --codec nvfp4, not to {codec.value}; leave them out")
     if codec is SizeCodec.RAW:
         return ColdLayout.of(spec, quantize=False)
+    if codec is SizeCodec.LOSSLESS:
+        from kvtier.codecs.lossless import LosslessCodec
+
+        return LosslessCodec().layout(spec)
     return ColdLayout.of(spec, quantize=True, codings=Codings(key=_KEY_CODINGS[codec]))
 
 
@@ -202,6 +207,8 @@ def _report(
         "slot_bytes": slot,
         "pages_per_gib": (1 << 30) // slot,
     }
+    if codec is SizeCodec.LOSSLESS:
+        figures["at_most"] = True  # what a page takes depends on its values
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
@@ -216,7 +223,7 @@ def _report(
     table.add_column("value", justify="right")
     for label, value in (
         ("hot, as it lies on the device", f"{spec.hot_page_bytes:,} B"),
-        ("cold, as it is stored", f"{cold:,} B"),
+        ("cold, at most" if "at_most" in figures else "cold, as it is stored", f"{cold:,} B"),
         ("hot over cold", f"{layout.ratio:.4f}"),
         ("16-bit values over cold", f"{figures['ratio_16bit']:.4f}"),
         ("cold bytes per attention value", f"{figures['bytes_per_value']:.4f}"),

@@ -123,6 +123,14 @@ def test_raw_keeps_every_byte(capsys: pytest.CaptureFixture[str]) -> None:
     assert (got["ratio"], got["ratio_16bit"]) == (1.0, 0.5)
 
 
+def test_lossless_pages_take_at_most_the_raw_ones_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zstandard")
+    got = size(capsys, "mha --layers 2 --kv-heads 2 --head-dim 64 --tokens 16 --codec lossless")
+    assert got["at_most"] is True
+    # One u32 for each of two planes of four buffers, padded.
+    assert got["cold_page_bytes"] == got["hot_page_bytes"] + 32
+
+
 def test_the_table_shows_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     args = "size mha --layers 36 --kv-heads 8 --head-dim 128 --tokens 32 --global-scale identity"
     with pytest.raises(SystemExit):
