@@ -16,7 +16,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from kvtier.abc.tier import SLOT_ALIGN, PageMeta, PutStatus, Removal, RemovalListener, Slot, StagingTier, Tier
+from kvtier.abc.tier import (
+    LENGTH_UNKNOWN,
+    SLOT_ALIGN,
+    PageMeta,
+    PutStatus,
+    Removal,
+    RemovalListener,
+    Slot,
+    StagingTier,
+    Tier,
+)
 from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.ledger import Ledger, MissReason
@@ -361,7 +371,7 @@ class TieredStore:
         if UNPINNED not in pins and not slow:
             return
         absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
-        below = self._find_below([(i, lookup.keys[i]) for i in absent])
+        below, down = self._find_below([(i, lookup.keys[i]) for i in absent])
         # What only a shared tier can have is asked for by a worker, and counts as on its way until that knows.
         maybe = {i for i in absent if i not in below} if self._has_shared else set()
         if self._deleting:
@@ -398,6 +408,8 @@ class TieredStore:
                     promote.setdefault(below[i], []).append(key)
                 else:
                     ask.append(key)
+            elif i in down:
+                lookup.misses[i] = MissReason.TIER_DOWN
             else:
                 lookup.misses[i] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
         self._unpin(released)
@@ -415,17 +427,20 @@ class TieredStore:
             declined.update(here)
         return declined
 
-    def _find_below(self, pages: list[tuple[int, bytes]]) -> dict[int, str]:
-        """The local tier that has each page. Index only."""
+    def _find_below(self, pages: list[tuple[int, bytes]]) -> tuple[dict[int, str], set[int]]:
+        """The local tier that has each page, and pages of which only one that is out of service knows. Index only."""
         found: dict[int, str] = {}
+        down: set[int] = set()
         for tier in self.lower:
             if tier.capabilities.shared:
                 continue
             left = [(i, key) for i, key in pages if i not in found and key not in self._deleting]
-            for (i, _), has in zip(left, tier.contains_many([key for _, key in left]), strict=True):
-                if has:
+            for (i, _), nbytes in zip(left, tier.length_many([key for _, key in left]), strict=True):
+                if nbytes >= 0:
                     found[i] = tier.name
-        return found
+                elif nbytes == LENGTH_UNKNOWN:
+                    down.add(i)
+        return found, down.difference(found)
 
     # -- house-keeping -----------------------------------------------------------------------------------------------
 

@@ -148,7 +148,8 @@ class Tier(ABC):
     @abstractmethod
     def length_many(self, keys: Sequence[bytes]) -> list[int]:
         """Length of each page in bytes, LENGTH_ABSENT where there is none. Index only where the tier is local: fast, no
-        data read. A shared tier asks its servers, and answers LENGTH_UNKNOWN for those that do not answer."""
+        data read. A shared tier asks its servers, and answers LENGTH_UNKNOWN for those that do not answer; a local one
+        for pages whose device is out of service."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return [n >= 0 for n in self.length_many(keys)]

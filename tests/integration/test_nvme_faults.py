@@ -166,6 +166,50 @@ def test_files_cut_or_removed_underneath_are_misses(tier: NvmeTier) -> None:
     check_counters(tier)
 
 
+def test_a_page_whose_bytes_are_gone_heals_the_index(tier: NvmeTier) -> None:
+    """Its place is there and empty: a miss once, then known no more, and stored again."""
+    (entry,) = [e for e in tier._table.entries(staged=False) if e.key == key_of(3)]
+    with (tier.path / "segment-000000").open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(bytes(20_480))
+    assert statuses(tier, 3, 1) == [GetStatus.CORRUPT]
+    assert tier.contains_many([key_of(3)]) == [False]
+    assert put(tier, 3, 1) == [PutStatus.STORED]
+    assert statuses(tier) == [GetStatus.HIT] * PAGES
+    check_counters(tier)
+
+
+def test_space_is_reclaimed_without_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleted pages make room at once and the log is rewritten, while pages are read all the time."""
+    from kvtier.storage_backends.nvme import log
+
+    monkeypatch.setattr(log, "_COMPACT_SLACK_BYTES", 16_384)
+    tier = NvmeTier(tmp_path, CAPACITY_BYTES)
+    put(tier, 0, PAGES)
+    stop, read = threading.Event(), []
+
+    def reads() -> None:
+        while not stop.is_set():
+            read.append(statuses(tier).count(GetStatus.HIT))
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    try:
+        for n in range(1000, 3000, 20):
+            assert put(tier, n, 20) == [PutStatus.STORED] * 20
+            assert tier.delete_many([key_of(m) for m in range(n, n + 20)]) == 20
+    finally:
+        stop.set()
+        reader.join()
+    usage = tier.usage()
+    assert read and set(read) == {PAGES}
+    assert usage.evicted_pages == 0 and usage.resident_pages == PAGES, "room was made by evictions"
+    assert sum(p.stat().st_size for p in tmp_path.glob("segment-*")) == CAPACITY_BYTES
+    assert (tmp_path / "index.log").stat().st_size < 150_000, "2000 puts and deletes took 288 KB"
+    check_counters(tier)
+    tier.close()
+
+
 # ---- the device
 
 
