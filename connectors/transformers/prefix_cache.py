@@ -152,6 +152,15 @@ class PrefixCache:
         pool = HotPool.of(self.mover.spec, self._arrays_of(cache), HotLayout.SEQ)
         return self.mover.offload(pool, hashes, range(len(hashes)))
 
+    def protect(self, token_ids: Sequence[int]) -> int:
+        """Keep the full pages of `token_ids`, a system prompt say, from making room for others until `unprotect` or
+        `close`; how many of them are kept. Not those that are not stored yet, nor what exceeds half of host memory."""
+        return sum(self.store.protect(self.mover.namespace.page_keys(self._hashes(token_ids, len(token_ids)))))
+
+    def unprotect(self, token_ids: Sequence[int]) -> None:
+        """The pages of `token_ids` may make room again."""
+        self.store.unprotect(self.mover.namespace.page_keys(self._hashes(token_ids, len(token_ids))))
+
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tell how long the model took to compute so many tokens of a prompt, so that pages which would take longer to
         load are left alone (`break_even` in the configuration). Without it nothing is."""
