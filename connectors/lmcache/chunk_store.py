@@ -24,6 +24,7 @@ from kvtier.keys import Namespace
 from kvtier.lookup import UNPINNED, Lookup
 from kvtier.mover import OffloadResult, OnboardResult, PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
+from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
 
@@ -33,6 +34,8 @@ T = TypeVar("T")
 _MOST_LAYOUTS = 64
 """Layouts served at a time: each has threads of its own."""
 _CLOSE_S = 1.5
+_PROBE_BYTES = 1 << 16
+"""What ``/readyz`` puts and gets: the size of chunks is not known before the first one."""
 _UNKNOWN = plain_layout(1)
 """Stands for every chunk of which LMCache tells no shape."""
 
@@ -57,12 +60,15 @@ class Found:
 
 class ChunkStore:
     """See the module's docstring. on_stored, on_removed: told the chunks that came into the tiers, and those that are
-    in none of them any more; in a worker's thread."""
+    in none of them any more; in a worker's thread. rank, ranks: where
+    each of several processes of a node has tiers of its own."""
 
     def __init__(
         self,
         options: AdapterOptions,
         *,
+        rank: int = 0,
+        ranks: int = 1,
         on_stored: Callable[[Sequence[Known]], object] = lambda known: None,
         on_removed: Callable[[Sequence[Known]], object] = lambda known: None,
     ) -> None:
@@ -75,7 +81,9 @@ class ChunkStore:
         self._known: dict[bytes, Known] = {}
         self._numbers = itertools.count()
         self._closed = False
-        self.store: TieredStore = open_store(self._config, shard="lmcache", on_removed=self._removed)
+        self.store: TieredStore = open_store(
+            self._config, shard="lmcache", rank=rank, ranks=ranks, on_removed=self._removed
+        )
         self.ledger = self.store.ledger
         self._http: HttpExporter | None = None
         try:
@@ -86,7 +94,9 @@ class ChunkStore:
                 self._http = HttpExporter(
                     self.ledger.registry,
                     HttpOptions.of(self._config.http),
-                    ready=lambda: store_ready(self.store, 1 << 20),
+                    rank=rank,
+                    ready=lambda: store_ready(self.store, _PROBE_BYTES),
+                    page=StatusPage(self.ledger.registry, self._config, lambda: self.store.observer),
                 )
                 _log.info("kvtier metrics on %s/metrics", self._http.url)
         except BaseException:
@@ -104,8 +114,7 @@ class ChunkStore:
         return self._namespace(layout).page_keys(hashes)
 
     def _namespace(self, layout: ChunkLayout) -> Namespace:
-        if not layout.known:
-            layout = _UNKNOWN
+        layout = _UNKNOWN if not layout.known else layout.whole or layout
         with self._lock:
             known = self._namespaces.get(layout)
             if known is None:
@@ -122,6 +131,7 @@ class ChunkStore:
         return open_codec(self._config, layout.spec) if quantizes else codec("raw")
 
     def _mover(self, layout: ChunkLayout) -> PageMover:
+        layout = layout.whole or layout
         namespace = self._namespace(layout)
         with self._lock:
             mover = self._movers.pop(layout, None)
@@ -146,25 +156,26 @@ class ChunkStore:
     def offload(
         self, hashes: Sequence[bytes], chunks: Sequence[Chunk], done: Callable[[bool, list[bool]], object]
     ) -> None:
-        """Store chunks; ``done(all went well, which were new)`` follows, in a worker's thread. The memory must not
-        change until then."""
-        parts = _by_layout([chunk.layout for chunk in chunks])
+        """Store chunks, of which a last one may be partial (`Chunk.tokens`); ``done(all went well, which were new)``
+        follows, in a worker's thread. The memory must not change until then."""
+        parts = _in_pools(chunks)
         gather = _Gather(len(parts), lambda results: self._offloaded(results, hashes, parts, done))
-        for n, (layout, members) in enumerate(parts.items()):
+        for n, (layout, members) in enumerate(parts):
             pool, ids = layout.pool([chunks[i] for i in members])
-            ticket = self._mover(layout).offload(pool, [hashes[i] for i in members], ids)
+            valid = [chunks[i].tokens or layout.spec.page_tokens for i in members]
+            ticket = self._mover(layout).offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid)
             ticket.then(lambda result, n=n: gather.put(n, result))  # type: ignore[misc]
 
     def _offloaded(
         self,
         results: Sequence[OffloadResult],
         hashes: Sequence[bytes],
-        parts: dict[ChunkLayout, list[int]],
+        parts: Sequence[tuple[ChunkLayout, list[int]]],
         done: Callable[[bool, list[bool]], object],
     ) -> None:
         fresh = [False] * len(hashes)
         stored: list[Known] = []
-        for layout, members in parts.items():
+        for layout, members in parts:
             keys = self.keys_of(layout, [hashes[i] for i in members])
             for i, key, nbytes in zip(members, keys, self.store.host.length_many(keys), strict=True):
                 with self._lock:
@@ -190,7 +201,7 @@ class ChunkStore:
     ) -> None:
         """Load chunks `pages` (indices in `found`) into memory; ``done(those that arrived)`` follows. A chunk found bad
         leaves the tiers, and the others are loaded all the same."""
-        parts = list(_by_layout([chunk.layout for chunk in chunks]).items())
+        parts = _in_pools(chunks)
         gather = _Gather(len(parts), lambda arrived: done(set().union(*arrived)))
         for n, (layout, members) in enumerate(parts):
             self._onboard(
@@ -299,3 +310,13 @@ def _by_layout(layouts: Sequence[ChunkLayout]) -> dict[ChunkLayout, list[int]]:
     for i, layout in enumerate(layouts):
         parts.setdefault(layout, []).append(i)
     return parts
+
+
+def _in_pools(chunks: Sequence[Chunk]) -> list[tuple[ChunkLayout, list[int]]]:
+    """Indices of the chunks that go through one pool, with its layout: those of one, and each partial one by itself."""
+    whole = [i for i, chunk in enumerate(chunks) if chunk.layout.whole is None]
+    parts = [
+        (layout, [whole[n] for n in members])
+        for layout, members in _by_layout([chunks[i].layout for i in whole]).items()
+    ]
+    return parts + [(chunk.layout, [i]) for i, chunk in enumerate(chunks) if chunk.layout.whole is not None]

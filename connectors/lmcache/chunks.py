@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -45,22 +45,26 @@ Shape = tuple[tuple[int, ...], str]
 """One kernel group: its shape and the name torch gives its dtype."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkLayout:
-    """spec: a chunk as a page. offsets: of each buffer of `spec` in the chunk, in bytes. nbytes: of the chunk."""
+    """spec: a chunk as a page. offsets: of each buffer of `spec` in the chunk, in bytes. nbytes: of the chunk. known:
+    whether LMCache told its shapes; otherwise it is so many bytes. whole: of a chunk of fewer tokens, the layout of
+    whole ones, whose keys and pages it shares. Compared by identity: `layout_of` gives one for equal shapes."""
 
     spec: PageSpec
     offsets: tuple[int, ...]
     nbytes: int
-    known: bool = field(default=True)
-    """Whether LMCache told its shapes; otherwise it is so many bytes."""
+    known: bool = True
+    whole: ChunkLayout | None = None
 
     def pool(self, chunks: Sequence[Chunk]) -> tuple[HotPool, npt.NDArray[np.int64]]:
         """A pool in which each of `chunks` is one page, and the numbers of their pages. Page p lies p bytes behind the
-        first chunk: chunks are anywhere in memory."""
+        first chunk: chunks are anywhere in memory. A partial chunk is alone in its pool, which ends with its tokens."""
         base = min(chunk.address for chunk in chunks)
         ids = np.array([chunk.address - base for chunk in chunks], dtype=np.int64)
         tokens = (int(ids.max()) + 1) * self.spec.page_tokens
+        if self.whole is not None:
+            ((tokens,),) = ([chunk.tokens for chunk in chunks],)
         owner = [chunk.owner for chunk in chunks]
         buffers = tuple(
             HotBuffer(base + offset, 1, 0, b.dim * b.dtype.itemsize, tokens, owner)
@@ -71,11 +75,12 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk in memory: its layout, its address, and what keeps the memory alive."""
+    """A chunk in memory: its layout, its address, and what keeps the memory alive. tokens: of a partial one."""
 
     layout: ChunkLayout
     address: int
     owner: Any
+    tokens: int | None = None
 
 
 def shapes_of(shapes: Sequence[Any] | None, dtypes: Sequence[Any] | None) -> tuple[Shape, ...]:
@@ -99,14 +104,14 @@ def layout_of(
     """The layout of a chunk of these kernel groups, in the order in which they lie in it. `itemsizes`: bytes per
     element of each group. rope_dim: columns at the end of an MLA row that carry a rotary position."""
     tokens = {t for shape, dtype in groups if (t := _tokens(shape, dtype, attention))}
-    page_tokens = tokens.pop() if len(tokens) == 1 else 1
+    page_tokens = tokens.pop() if len(tokens) == 1 else 0
     buffers: list[BufferSpec] = []
     offsets: list[int] = []
     at = 0
     for (shape, dtype), itemsize in zip(groups, itemsizes, strict=True):
         nbytes = math.prod(shape) * itemsize
         first = buffers[-1].layer + 1 if buffers else 0
-        if _tokens(shape, dtype, attention) == page_tokens > 1:
+        if _tokens(shape, dtype, attention) == page_tokens > 0:
             for buffer, offset in _attention(shape, _DTYPES[dtype], attention, first, rope_dim):
                 buffers.append(buffer)
                 offsets.append(at + offset)
@@ -116,7 +121,7 @@ def layout_of(
         at += nbytes
     if not buffers:
         return plain_layout(max(at, 1))
-    return ChunkLayout(PageSpec(page_tokens, tuple(buffers)), tuple(offsets), at)
+    return ChunkLayout(PageSpec(page_tokens or 1, tuple(buffers)), tuple(offsets), at)
 
 
 def object_layout(described: Any, attention: Attention, rope_dim: int) -> ChunkLayout:
@@ -137,6 +142,18 @@ def object_chunk(item: Any, attention: Attention, rope_dim: int) -> Chunk | None
     if not layout.known:
         layout = plain_layout(nbytes)
     return Chunk(layout, memory.data_ptr(), memory) if layout.nbytes == nbytes else None
+
+
+@lru_cache(maxsize=1024)
+def partial_layout(whole: ChunkLayout, part: ChunkLayout) -> ChunkLayout | None:
+    """Where `part`, a chunk of fewer tokens, has what a page of `whole` has; None where the two are not alike."""
+    if part is whole:
+        return whole
+    tokens, fewer = whole.spec.page_tokens, part.spec.page_tokens
+    alike = tuple(replace(b, tokens=tokens) if b.tokens == fewer else b for b in part.spec.buffers)
+    if fewer > tokens or alike != whole.spec.buffers:
+        return None
+    return ChunkLayout(whole.spec, part.offsets, part.nbytes, whole=whole)
 
 
 def _tokens(shape: tuple[int, ...], dtype: str, attention: Attention) -> int:

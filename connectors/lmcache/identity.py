@@ -10,7 +10,7 @@ from kvtier.connectors.lmcache.chunks import ChunkLayout
 from kvtier.keys import CodecPolicy, Namespace
 
 _HEAD = struct.Struct("<BQIHHH")  # 1, rank, object group; lengths of chunk hash, model name, salt
-_LISTED, _DIGEST = 1, 2
+_LISTED, _DIGEST, _TEXT = 1, 2, 3
 _LONGEST = 255  # what a tier keeps of an origin
 
 
@@ -50,3 +50,14 @@ def decode_key(origin: bytes) -> tuple[bytes, str, int, int, str] | None:
     rest = origin[_HEAD.size :]
     model = rest[hash_bytes : hash_bytes + model_bytes]
     return rest[:hash_bytes], model.decode(), rank, group, rest[hash_bytes + model_bytes :].decode()
+
+
+def encode_text(key: str) -> bytes:
+    """As `encode_key`, of a key that LMCache's older engine gives as text."""
+    whole = bytes([_TEXT]) + key.encode()
+    return whole if len(whole) <= _LONGEST else bytes([_DIGEST]) + hashlib.blake2b(whole, digest_size=32).digest()
+
+
+def decode_text(origin: bytes) -> str | None:
+    """The key; None for what `encode_text` made no whole key of."""
+    return origin[1:].decode() if origin[:1] == bytes([_TEXT]) else None
