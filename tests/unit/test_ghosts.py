@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from kvtier.abc.tier import PageMeta, Slot
+from kvtier.build import open_store
+from kvtier.config import parse_config
 from kvtier.ghosts import MAX_KEYS, SIZES, GhostForm, Ghosts
 from kvtier.kernels import _native
 from kvtier.kernels.ghosts import reference
@@ -96,6 +99,48 @@ def test_ratios_are_those_of_real_sizes() -> None:
             expected = exact(int(capacity_pages * size * pages))
             assert curves.ratios["host"][form][i] == pytest.approx(expected, abs=0.006), (size, form)
         assert curves.ratios["host"][GhostForm.NVFP4] == curves.ratios["host"][GhostForm.STORED]
+
+
+def conversations(requests: int) -> list[list[bytes]]:
+    """Pages of requests: sessions that grow by four pages a turn, some of them busier than others."""
+    rng, turns, made = np.random.default_rng(3), [0] * 60, []
+    for _ in range(requests):
+        session = int(60 * rng.random() ** 2)
+        turns[session] = turns[session] % 12 + 1
+        names = [f"{session} {page}".encode() for page in range(4 * turns[session])]
+        made.append([hashlib.blake2b(name, digest_size=32).digest() for name in names])
+    return made
+
+
+def served(requests: list[list[bytes]], capacity_pages: int) -> tuple[float, dict[float, float]]:
+    """Hit ratio of a real store, and what its ghosts say of other sizes."""
+    store = open_store(parse_config({"tiers": [{"type": "host", "capacity": capacity_pages * 4096}]}))
+    try:
+        for number, asked in enumerate(requests):
+            lookup = store.lookup(str(number), asked)
+            ready = lookup.ready_pages
+            store.hold(lookup, ready)
+            store.settle(str(number))
+            for page in asked[ready:]:
+                (slot,) = store.reserve([page], [4096])
+                if isinstance(slot, Slot):
+                    store.commit([page], [slot], [PageMeta(4096, 1, 1, bytes(16), bytes(16))])
+        curves = store.observer.curves()
+        assert curves is not None
+        snapshot = store.ledger.snapshot()
+        assert curves.lookups == snapshot.lookups
+        ratios = dict(zip(curves.sizes, curves.ratios["host"][GhostForm.STORED], strict=True))
+        return snapshot.hits["host"] / snapshot.lookups, ratios
+    finally:
+        store.close()
+
+
+def test_a_store_of_another_size_does_what_the_ghosts_said() -> None:
+    requests = conversations(400)
+    _, said = served(requests, 200)
+    done = {size: served(requests, int(200 * size))[0] for size in SIZES}
+    assert 0.1 < done[0.5] < done[1.0] - 0.1 < done[2.0] - 0.2, "sizes must matter here"
+    assert {size: said[size] for size in SIZES} == pytest.approx(done, abs=0.03)
 
 
 def pages(*numbers: int) -> list[bytes]:
