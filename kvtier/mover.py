@@ -416,6 +416,8 @@ class PageMover:
             if bad:
                 for i, reason in bad.items():
                     self.store.fail(lookup, keys[i], reason)
+                # What lies below is the same page: it would come up, and fail, again and again.
+                self.store.delete([keys[i] for i in bad if not self._readable(*pins[i])])
                 self._ledger.load_failed()
                 result = OnboardResult(tuple(pages[i] for i in bad), "stored pages do not match their checksums")
                 return
@@ -445,15 +447,27 @@ class PageMover:
         for i, (ok, (slot, meta)) in enumerate(zip(good.tolist(), pins, strict=True)):
             if not ok or meta.spec != self._fingerprint:
                 bad[i] = MissReason.CORRUPT
+            elif not self._readable(slot, meta):
+                _log.warning("a stored page of form %d is not one that this version reads: it is dropped", meta.form)
+                bad[i] = MissReason.CORRUPT
             elif self._lacks_bytes(slot, meta):
                 bad[i] = MissReason.PARTIAL
         return bad
 
+    def _readable(self, slot: Slot, meta: PageMeta) -> bool:
+        """Whether this version knows the form of a page, and the levels of one that has some."""
+        try:
+            registry.codec_for_form(meta.form)
+            self._levels_of(slot, meta)
+        except (ConfigError, CodecError):
+            return False  # told by the caller
+        return True
+
     def _lacks_bytes(self, slot: Slot, meta: PageMeta) -> bool:
         """Whether a record, whose bytes are as they were written, ends before its last buffer does."""
+        codec = registry.codec_for_form(meta.form)
         if meta.form & FINER and meta.nbytes < levels_bytes(self.spec):
             return True
-        codec = registry.codec_for_form(meta.form)
         return not codec.varies and meta.nbytes < self.layout(codec, self._levels_of(slot, meta)).cold_page_bytes
 
     def _decode(
@@ -486,12 +500,12 @@ class PageMover:
 
     def _levels_of(self, slot: Slot, meta: PageMeta) -> tuple[int, ...]:
         """How much finer the buffers of a verified page are stored than its form says."""
-        if not meta.form & FINER:
+        if not meta.form & FINER or meta.nbytes < levels_bytes(self.spec):
             return ()
         end = slot.offset + meta.nbytes
         start = end - levels_bytes(self.spec)
         levels = tuple(self.store.host.arena[start : start + len(self.spec.buffers)].tolist())
-        if meta.nbytes < levels_bytes(self.spec) or max(levels) > LEVEL_MAX:
+        if max(levels) > LEVEL_MAX:
             raise CodecError(f"levels {levels}: the bytes are not those of a page of form {meta.form}")
         return levels
 

@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvtier.abc.codec import FINER, Form
+from kvtier.abc.tier import PageMeta, Slot
 from kvtier.build import _tell_plain, open_codec, open_store
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError, SpecError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.keys import Namespace
+from kvtier.keys import Namespace, checksum
 from kvtier.ledger import OffloadOutcome
 from kvtier.mover import PageMover, policy_of
 from kvtier.spec import BufferSpec, DType, PageSpec, Role
@@ -336,3 +338,40 @@ def test_pages_with_a_checkpoints_scales_are_found_with_these_scales_only(tmp_pa
     with open_mover(tier, **options, scale_checkpoint_path=str(copy)) as mover:
         out = restore(mover)
     assert all(0.05 < error < 0.11 for error in errors_of(out, data, slice(0, PAGES)))
+
+
+@pytest.mark.parametrize(
+    ("form", "last", "said"),
+    [
+        (99, 0, "page of form 99 is not one"),
+        (99 | FINER, 0, "page of form 355 is not one"),
+        (Form.NVFP4 | FINER, 3, "page of form 258 is not one"),
+    ],
+)
+def test_a_page_of_a_form_that_is_not_known_is_dropped_and_not_met_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: int, last: int, said: str
+) -> None:
+    """Another version of kvtier wrote it, under the same key: nobody may wait for it again and again."""
+    with open_mover(tmp_path, quant="nvfp4") as mover:
+        key = mover.namespace.page_keys(HASHES[:1])[0]
+        page = np.full(4096, last, np.uint8)
+        (slot,) = mover.store.reserve([key], [page.size], 1.0)
+        assert isinstance(slot, Slot)
+        mover.store.host.arena[slot.offset : slot.offset + page.size] = page
+        mover.store.commit(
+            [key], [slot], [PageMeta(page.size, form, TOKENS, checksum(page.tobytes(), key), SPEC.fingerprint, b"")]
+        )
+        assert mover.store.flush(10.0)  # it lies in the lower tier as well
+        lookup = mover.store.lookup("r", [key])
+        assert mover.store.wait(lookup) == 1
+        pool = HotPool.of(SPEC, [np.zeros((TOKENS, HEADS, DIM), np.uint16) for _ in range(4)], HotLayout.NHD)
+        assert mover.onboard(lookup, pool, [0]).result(20.0).failed_pages == (0,)
+        mover.store.settle("r")
+        for n in range(3):
+            assert mover.store.wait(mover.store.lookup(f"again {n}", [key])) == 0
+            mover.store.settle(f"again {n}")
+        assert mover.store.flush(10.0)
+        # The page is written anew in a form that is known.
+        assert offload(mover, values()) == {OffloadOutcome.STORED: PAGES}
+        restore(mover)
+    assert caplog.text.count(said) == 1
