@@ -20,6 +20,7 @@ from kvtier.ledger import MissReason
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme import health
 from kvtier.storage_backends.nvme.health import DeviceState
+from kvtier.storage_backends.nvme.striped import StripedNvmeTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.store import TieredStore
 from kvtier.testing.faulty_device import NO_SPACE, Fault, FaultyDevice, failing
@@ -218,6 +219,23 @@ def test_a_store_counts_its_misses_and_stores_the_pages_again(tmp_path: Path, de
         snapshot = store.ledger.snapshot()
         assert snapshot.misses[MissReason.TIER_DOWN.value] == snapshot.lookups == 1
     finally:
+        store.close()
+
+
+def test_nobody_polls(tmp_path: Path, device: FaultyDevice) -> None:
+    """A store with nothing to do, one of whose devices is tried again and again, leaves the core to its engine."""
+    nvme = StripedNvmeTier([tmp_path / "a", tmp_path / "b"], CAPACITY_BYTES, device=device)
+    store = TieredStore(HostTier(CAPACITY_BYTES), [nvme])
+    try:
+        device.set(failing(errno.ENOSPC, "write", under=tmp_path / "a"))
+        nvme.put_many([item_of(key_of(n), PAGE_BYTES) for n in range(PAGES)])
+        assert DeviceState.NO_WRITES in {state for _, state, _ in nvme.directories()}
+        cpu, until = time.process_time(), time.monotonic() + 2.0
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(left)
+        assert time.process_time() - cpu < 0.2, "of two seconds"
+    finally:
+        device.set()
         store.close()
 
 
