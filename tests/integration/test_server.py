@@ -657,6 +657,126 @@ def test_tls(tmp_path: Path) -> None:
     server.stop()
 
 
+def http_status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30.0) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        e.close()
+        return e.code
+
+
+def test_everything_on_one_command_line(tmp_path: Path) -> None:
+    """Both kinds of listeners, HTTP, host and NVMe; drained by SIGTERM; a second start finds the values."""
+    arguments = (
+        "--listen", f"unix:{tmp_path}/k.sock", "--listen", "tcp:127.0.0.1:0", "--http", "127.0.0.1:0",
+        "--host-capacity", "32MiB", "--nvme", f"{tmp_path}/nvme:256MiB",
+    )  # fmt: skip
+    value = os.urandom(3 * MIB)
+    for turn in range(2):
+        process, lines = run_serve(tmp_path, *arguments)
+        assert process.stdout is not None
+        try:
+            where = process.stdout.readline().decode().split()[-1]
+            for path in ("/livez", "/readyz", "/metrics"):
+                assert http_status(where + path) == 200, path
+            with (
+                redis.Redis(unix_socket_path=f"{tmp_path}/k.sock") as one,
+                redis.Redis(port=int(lines[1].rpartition(":")[2]), protocol=3) as two,
+            ):
+                if turn == 0:
+                    assert all(one.set(f"k{n}", value[n:]) for n in range(15))
+                assert two.dbsize() == 15
+                assert all(two.get(f"k{n}") == value[n:] for n in range(15)), "some of them only NVMe has"
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+            process.stdout.close()
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli: apt-get install redis-tools")
+def test_a_configuration_file_with_tenants_and_redis_cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    from kvtier.cli import main
+
+    for name in ("alice", "bob"):
+        (tmp_path / name).write_text(f"{name}-secret\n")
+    config = tmp_path / "server.yaml"
+    users: list[dict[str, Any]] = [
+        {"name": n, "password_file": str(tmp_path / n), "prefixes": [f"{n[0]}:"]} for n in ("alice", "bob")
+    ]
+    users[0]["quota"] = "2MiB"
+    block: dict[str, Any] = {
+        "tiers": [{"type": "host", "capacity": "32MiB"}],
+        "http": {"port": 0},
+        "server": {"listen": ["tcp:0.0.0.0:0"], "users": users},
+    }
+    config.write_text(yaml.safe_dump(block))
+    command = [sys.executable, "-m", "kvtier.cli", "serve", "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    try:
+        port = process.stdout.readline().decode().strip().rpartition(":")[2]
+
+        def cli(user: str, *arguments: str) -> str:
+            done = subprocess.run(
+                ["redis-cli", "-p", port, "--user", user, "--no-auth-warning", *arguments], capture_output=True,
+                text=True, timeout=60, env={**os.environ, "REDISCLI_AUTH": f"{user}-secret"}, check=True,
+            )  # fmt: skip
+            return done.stdout.strip()
+
+        assert cli("alice", "mset", "a:1", "x", "a:2", "y") == "OK"
+        assert cli("bob", "-3", "set", "b:1", "z") == "OK"
+        assert cli("bob", "get", "a:1").startswith("NOPERM")
+        assert sorted(cli("alice", "--scan").split()) == ["a:1", "a:2"]
+        assert (cli("alice", "dbsize"), cli("bob", "dbsize")) == ("2", "1")
+        assert cli("bob", "flushdb") == "OK"
+        assert (cli("alice", "dbsize"), cli("bob", "dbsize")) == ("2", "0")
+        assert cli("alice", "set", "a:3", "x" * 100_000) == "OK"
+        big = tmp_path / "big"
+        big.write_bytes(bytes(3 * MIB))
+        with big.open() as value:
+            refusal = subprocess.run(
+                ["redis-cli", "-p", port, "--user", "alice", "--no-auth-warning", "-x", "set", "a:4"], stdin=value,
+                capture_output=True, text=True, timeout=60, env={**os.environ, "REDISCLI_AUTH": "alice-secret"},
+            )  # fmt: skip
+        assert refusal.stdout.startswith("QUOTA")
+        assert b"secret" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+        process.stdout.close()
+    block["tiers"].append({"type": "redis", "url": "redis://me:hunter2@somewhere:6379"})
+    config.write_text(yaml.safe_dump(block))
+    with pytest.raises(SystemExit) as exit_:
+        main(["config", "show", "--config", str(config)])
+    shown = capsys.readouterr().out
+    assert exit_.value.code in (0, None)
+    assert "hunter2" not in shown and "-secret" not in shown and "***" in shown
+    assert yaml.safe_load(shown)["server"]["users"][0]["name"] == "alice"
+
+
+def test_a_client_without_the_certificate_that_is_asked_for_is_turned_away(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: apt-get install openssl")
+    for name in ("server", "client"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", f"{name}.key",
+             "-out", f"{name}.pem", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"],
+            cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+    files: dict[str, Any] = {"tls_cert": str(tmp_path / "server.pem"), "tls_key": str(tmp_path / "server.key")}
+    server = start(tmp_path, listen=["tls:127.0.0.1:0"], tls_client_ca=str(tmp_path / "client.pem"), **files)
+    trusted: dict[str, Any] = {"ssl": True, "ssl_ca_certs": files["tls_cert"]}
+    with client_of(server, **trusted) as stranger, pytest.raises(redis.ConnectionError):
+        stranger.ping()
+    own = {"ssl_certfile": str(tmp_path / "client.pem"), "ssl_keyfile": str(tmp_path / "client.key")}
+    with client_of(server, **trusted, **own) as client:
+        assert client.ping()
+    server.stop()
+
+
 def test_the_bench_runs_and_tells_all_fields() -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server: apt-get install redis-server")
