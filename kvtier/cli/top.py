@@ -150,19 +150,17 @@ def figures(status: Mapping[str, Any]) -> dict[str, Any]:
     lookups = past.grown("kvtier_lookups_total")
     hits = {tier: past.grown(key) for tier, key in _family(now, "kvtier_hits_total", "tier")}
     found = sum(hits.values())
-    tiers = {}
+    tiers: dict[str, dict[str, float]] = {}
     for tier, key in _family(now, "kvtier_tier_capacity_bytes", "tier"):
         label = f'{{tier="{tier}"}}'
+        out = [f"kvtier_tier_get_bytes_total{label}", *(() if tiers else _OUT_OF_FIRST)]
         tiers[tier] = {
             "used_bytes": now[f"kvtier_tier_used_bytes{label}"],
             "capacity_bytes": now[key],
             "pages": now[f"kvtier_tier_resident_pages{label}"],
             "hit_share": hits.get(tier, 0.0) / found if found else 0.0,
             "in_bytes_per_s": past.per_second(f"kvtier_tier_put_bytes_total{label}"),
-            "out_bytes_per_s": sum(
-                past.per_second(key)
-                for key in (f"kvtier_tier_get_bytes_total{label}", *(_OUT_OF_FIRST if not tiers else ()))
-            ),
+            "out_bytes_per_s": sum(map(past.per_second, out)),
             "evicted_pages": past.grown(f"kvtier_tier_evicted_pages_total{label}"),
         }
     codec = {}
