@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _SAMPLES = 33
 _ENOUGH = 9
@@ -32,9 +35,9 @@ class _Median:
             self.value = median(self._samples)
 
 
-class BreakEven:
-    """All methods may be called from any thread. `prefill_s_per_token` is used instead of a measurement where given.
-    With `enabled` False nothing is ever declined."""
+class BreakEven(Collector):
+    """All methods may be called from any thread. tiers: the lower ones. `prefill_s_per_token` is used instead of a
+    measurement where given. With `enabled` False nothing is ever declined."""
 
     def __init__(self, tiers: Iterable[str], *, enabled: bool = True, prefill_s_per_token: float | None = None) -> None:
         self.enabled = enabled
@@ -79,6 +82,17 @@ class BreakEven:
         if load is None:
             return decode
         return None if load.value is None else load.value + (decode or 0.0)
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus: what is compared."""
+        prefill = "What a prompt's token costs to compute"
+        yield GaugeMetricFamily("kvtier_prefill_seconds_per_token", prefill, value=self.prefill_s_per_token or 0.0)
+        loads = GaugeMetricFamily(
+            "kvtier_load_seconds_per_page", "What a page of a tier costs to load", labels=["tier"]
+        )
+        for tier in ("host", *self._loads):
+            loads.add_metric([tier], self.load_s_per_page(tier) or 0.0)
+        yield loads
 
     def declines(self, tier: str) -> bool:
         """Whether pages of `tier` (or of the host tier, by any other name) should be computed rather than loaded. Asked

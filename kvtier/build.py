@@ -76,6 +76,7 @@ def open_store(
             break_even=break_even,
             observer=watch,
         )
+        store.ledger.registry.register(break_even)
         for tier_opened in opened:
             collector = getattr(tier_opened, "collector", None)
             if collector is not None:  # what only this kind of tier counts

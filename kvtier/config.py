@@ -238,13 +238,14 @@ class HttpConfig(_Block):
 
 class ServerUserConfig(_Block):
     """A user of the cache server. prefixes: of the keys that it sees and can touch, none for all. quota: of the values
-    under its keys."""
+    under its keys. priority: of these values; low ones make room first."""
 
     name: Annotated[str, Field(min_length=1)]
     password_file: Annotated[Path, Field(strict=False)]
     prefixes: tuple[str, ...] = Field(default=(), strict=False)
     read_only: bool = False
     quota: Bytes | None = None
+    priority: Priority = "normal"
 
 
 class ServerConfig(_Block):

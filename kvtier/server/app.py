@@ -55,8 +55,15 @@ class CacheServer:
         tls = None if options.tls is None else options.tls.context()
         self._stopping = threading.Event()
         self._options = options
-        self.keyspace = Keyspace(options.users.owner, options.users.quota, options.max_value_bytes)
-        self.stats = ServerStats(NAMES, lambda: self.keyspace.refused, self.keyspace.used_by)
+        self.keyspace = Keyspace(
+            options.users.owner, options.users.quota, options.max_value_bytes, options.users.priority
+        )
+        self.stats = ServerStats(
+            NAMES,
+            lambda: self.keyspace.refused,
+            self.keyspace.used_by,
+            lambda: 0 if self._voided is None else self._voided.errors,
+        )
         self.store: TieredStore | None = None
         self.http: HttpExporter | None = None
         self._voided: Voided | None = None

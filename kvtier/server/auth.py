@@ -17,13 +17,15 @@ DEFAULT_USER = "default"
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """prefixes: of the keys that the user sees and can touch; none: all keys. quota_bytes 0: no limit."""
+    """prefixes: of the keys that the user sees and can touch; none: all keys. quota_bytes 0: no limit. priority: of
+    the values under its keys (`PageMeta.priority`)."""
 
     name: str
     secret: bytes | None = field(repr=False)
     prefixes: tuple[bytes, ...] = ()
     read_only: bool = False
     quota_bytes: int = 0
+    priority: int = 0
 
     def owns(self, key: bytes) -> bool:
         return not self.prefixes or key.startswith(self.prefixes)
@@ -47,6 +49,7 @@ class Users:
             self._users[DEFAULT_USER] = User(DEFAULT_USER, digest(password))
         self.open_to_all = not self._users
         self._quotas = tuple(u for u in self._users.values() if u.quota_bytes)
+        self._ranked = tuple(u for u in self._users.values() if u.priority)
 
     @property
     def first(self) -> User | None:
@@ -62,7 +65,11 @@ class Users:
 
     def owner(self, key: bytes) -> str:
         """The name of the user with a quota whose keys include `key`; empty for nobody."""
-        return next((u.name for u in self._quotas if u.owns(key)), "")
+        return next((u.name for u in self._quotas if u.owns(key)), "") if self._quotas else ""
+
+    def priority(self, key: bytes) -> int:
+        """Of a value under `key`: that of the first user who has one and whose keys include it."""
+        return next((u.priority for u in self._ranked if u.owns(key)), 0)
 
     def quota(self, name: str) -> int:
         """Bytes that the keys of `name` may have; 0: no limit."""

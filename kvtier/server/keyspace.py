@@ -77,9 +77,17 @@ class Reading:
 
 
 class Keyspace:
-    """Thread-safe. owner: the user with a quota that a key counts against; quota: bytes of that user, 0: no limit."""
+    """Thread-safe. owner: the user with a quota that a key counts against; quota: bytes of that user, 0: no limit.
+    priority: of the value under a key."""
 
-    def __init__(self, owner: Callable[[bytes], str], quota: Callable[[str], int], max_value_bytes: int) -> None:
+    def __init__(
+        self,
+        owner: Callable[[bytes], str],
+        quota: Callable[[str], int],
+        max_value_bytes: int,
+        priority: Callable[[bytes], int] = lambda key: 0,
+    ) -> None:
+        self._priority = priority
         self._owner = owner
         self._quota = quota
         self.max_value_bytes = max_value_bytes
@@ -135,15 +143,16 @@ class Keyspace:
             return self._refuse(
                 "too_large", f"ERR the value has {nbytes} bytes, this server takes {self.max_value_bytes} (max_value)"
             )
+        name = _hash(database, key)
         owner = self._owner(key)
-        limit = self._quota(owner)
+        limit = self._quota(owner) if owner else 0
         if limit:
             with self._lock:
-                old = self._entry(_hash(database, key))
+                old = self._entry(name)
                 used = self._used[owner] - (old.nbytes if old is not None else 0)
             if used + nbytes > limit:
                 return self._refuse("quota", f"QUOTA {owner} has {used} of {limit} bytes: this value does not fit")
-        page = _hash(database, key) + self._next().to_bytes(8, "big")
+        page = name + self._next().to_bytes(8, "big")
         (slot,) = self.store.reserve([page], [nbytes], _ROOM_WAIT_S)
         if isinstance(slot, Slot):
             return Reservation(page, slot, self.store.host.view(slot))
@@ -157,12 +166,12 @@ class Keyspace:
     def commit(
         self, database: int, key: bytes, reservation: Reservation, *, expires_ms: int = 0, only_new: bool = False
     ) -> bool:
-        """Publish a received value under its key; False where ``only_new`` forbids it (it is given back then)."""
+        """Publish a received value under the key it was reserved for; False where ``only_new`` forbids it (it is given
+        back then)."""
         page, slot = reservation.page, reservation.slot
-        name = _hash(database, key)
-        meta = PageMeta(
-            slot.nbytes, _FORM, 0, reservation.check.digest(), _SPEC, _ORIGIN.pack(database, expires_ms) + key
-        )
+        name = page[:_HASH_BYTES]
+        origin, check = _ORIGIN.pack(database, expires_ms) + key, reservation.check.digest()
+        meta = PageMeta(slot.nbytes, _FORM, 0, check, _SPEC, origin, self._priority(key))
         with self._lock:
             old = self._entry(name)
             if only_new and old is not None and not _is_over(old):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import ServerConfig
+from kvtier.config import PRIORITIES, ServerConfig
 from kvtier.errors import ConfigError
 from kvtier.server.auth import PASSWORD_VARIABLE, User, Users, digest, read_password
 
@@ -105,6 +105,7 @@ class ServerOptions:
                 prefixes=tuple(p.encode() for p in u.prefixes),
                 read_only=u.read_only,
                 quota_bytes=u.quota or 0,
+                priority=PRIORITIES[u.priority],
             )
             for u in config.users
         ]

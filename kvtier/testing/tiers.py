@@ -396,6 +396,53 @@ class TierTests(ABC):
         finally:
             tier.close()
 
+    # ---- order: for tiers that keep one; for the others these calls do nothing
+
+    def test_order_is_told_and_absent_pages_do_not_matter(self, tier: Tier) -> None:
+        put(tier, range(4))
+        keys = [key_of(n) for n in range(6)]
+        tier.touch_many(keys)
+        tier.demote_many(keys)
+        protected = tier.protect_many(keys, True)
+        assert protected in (0, 4)
+        tier.protect_many(keys, False)
+        assert resident(tier, range(6)) == [0, 1, 2, 3]
+        check_counters(tier)
+
+    def test_touched_pages_stay_and_demoted_ones_go(self, tier: Tier) -> None:
+        if tier.capabilities.shared:
+            pytest.skip("its server keeps the order")
+        fits = CAPACITY_BYTES // PAGE_BYTES
+        put(tier, range(fits))
+        tier.touch_many([key_of(0)])
+        tier.demote_many([key_of(5)])
+        put(tier, [1000, 1001])
+        assert resident(tier, [0, 1, 2, 5]) == [0, 2]
+
+    def test_protected_pages_stay(self, tier: Tier) -> None:
+        if tier.capabilities.shared:
+            pytest.skip("its server keeps the order")
+        fits = CAPACITY_BYTES // PAGE_BYTES
+        put(tier, range(fits))
+        assert tier.protect_many([key_of(n) for n in (0, 1, 5000)], True) == 2
+        put(tier, range(1000, 1000 + fits))
+        assert resident(tier, [0, 1, 2]) == [0, 1]
+        assert tier.protect_many([key_of(0), key_of(1)], False) == 2
+        put(tier, range(2000, 2000 + fits))
+        assert resident(tier, [0, 1]) == []
+        check_counters(tier)
+
+    def test_pages_of_a_lower_priority_go_first(self, tier: Tier) -> None:
+        if tier.capabilities.shared:
+            pytest.skip("its server keeps the order")
+        fits = CAPACITY_BYTES // PAGE_BYTES
+        items = [item_of(key_of(n), PAGE_BYTES) for n in range(fits)]
+        ranked = [i._replace(meta=i.meta._replace(priority=n % 3 - 1)) for n, i in enumerate(items)]
+        assert set(tier.put_many(ranked)) == {PutStatus.STORED}
+        put(tier, [1000, 1001])
+        gone = set(range(fits)) - set(resident(tier, range(fits)))
+        assert len(gone) == 2 and all(n % 3 == 0 for n in gone)
+
 
 class StagingTierTests(TierTests):
     """What holds for a tier that codecs write into and read from, besides `TierTests`."""
@@ -543,6 +590,45 @@ class StagingTierTests(TierTests):
         tier.unpin_many(tier.pin_many([key_of(0)]))
         put(tier, [1000])
         assert resident(tier, [0, 1]) == [0]
+
+    def test_holding_does_not_refresh(self, tier: StagingTier) -> None:
+        fits = CAPACITY_BYTES // PAGE_BYTES
+        put(tier, range(fits))
+        held = tier.hold_many([key_of(0), key_of(2000)])
+        assert held[0] >= 0 and held[1] == -1
+        tier.unpin_many(held[:1])
+        put(tier, [1000])
+        assert resident(tier, [0, 1, 2]) == [1, 2]
+
+    def test_pages_to_be_written_below_stay_until_they_were_offered(self, tier: StagingTier) -> None:
+        fits = CAPACITY_BYTES // PAGE_BYTES
+        put(tier, range(fits))
+        keys = [key_of(n) for n in range(fits)]
+        tier.expect_writing([*keys, key_of(2000)], 0b10)
+        tier.expect_writing(keys[:2], 0b01)
+        slot_bytes = -(-PAGE_BYTES // 4096) * 4096
+        assert tier.unwritten_bytes == fits * slot_bytes
+        assert put(tier, [1000]) == [PutStatus.FULL]
+        assert tier.unwritten(0b01, 9) == keys[:2] and tier.unwritten(0b10, 2, last_first=True) == keys[:-3:-1]
+        held = tier.hold_many(keys[:3])
+        tier.written(held, 0b10)
+        tier.unpin_many(held)
+        assert tier.unwritten_bytes == (fits - 1) * slot_bytes, "the first two wait for the other tier, too"
+        assert put(tier, [1000]) == [PutStatus.STORED]
+        assert resident(tier, [0, 1, 2, 3]) == [0, 1, 3]
+        assert tier.delete_many(keys) == fits - 1 and tier.unwritten_bytes == 0
+        check_counters(tier)
+
+    def test_a_page_may_be_committed_as_one_to_be_written_below(self, tier: StagingTier) -> None:
+        item = item_of(key_of(1), PAGE_BYTES)
+        (slot,) = tier.reserve_many([item.key], [item.meta.nbytes])
+        assert isinstance(slot, Slot)
+        tier.view(slot)[:] = item.data
+        tier.commit_many([item.key], [slot], [item.meta], 0b100)
+        assert tier.unwritten(0b100, 1) == [item.key] and not tier.unwritten(0b011, 1)
+        tier.written([slot.id], 0b100)
+        tier.unpin_many([slot.id])
+        assert tier.unwritten_bytes == 0
 
     def test_letting_go_too_often_is_refused(self, tier: StagingTier) -> None:
         (slot,) = self.fill(tier, [1])

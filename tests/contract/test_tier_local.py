@@ -63,6 +63,9 @@ class TestStripedNvmeTier(TierTests):
     test_looking_does_not_refresh = None  # type: ignore[assignment]
     test_the_listener_hears_of_every_removal = None  # type: ignore[assignment]
     test_a_capacity_of_one_slot = None  # type: ignore[assignment]
+    test_touched_pages_stay_and_demoted_ones_go = None  # type: ignore[assignment]
+    test_protected_pages_stay = None  # type: ignore[assignment]
+    test_pages_of_a_lower_priority_go_first = None  # type: ignore[assignment]
 
     def make_tier(self, directory: Path, capacity_bytes: int) -> StripedNvmeTier:
         return StripedNvmeTier([directory / "a", directory / "b"], capacity_bytes, io_threads=2)

@@ -386,3 +386,35 @@ def test_restored_is_a_plain_value() -> None:
     restored = Restored(transformers.DynamicCache(), 0, {})
     with pytest.raises(AttributeError):
         restored.tokens = 3  # type: ignore[misc]
+
+
+def test_pages_that_are_sooner_computed_than_loaded_are_left_alone(tmp_path: Path) -> None:
+    model, ids = llama(), tokens(8 * PAGE + 1)
+    for break_even, restored in ((True, 0), (False, 8 * PAGE)):
+        with open_cache(model, block(tmp_path / str(break_even), break_even=break_even)) as prefixes:
+            computed = prefixes.restore("first", ids)
+            assert model(torch.tensor([ids]), **{cache_argument(model): computed.cache}).logits is not None
+            assert prefixes.offload(ids, computed.cache).result(30.0).ok
+            for n in range(9):
+                assert prefixes.restore(f"r{n}", ids).tokens == 8 * PAGE, "nothing is known yet of what prefill costs"
+            for _ in range(9):
+                prefixes.prefilled(4096, 4096e-9)
+            assert prefixes.restore("last", ids).tokens == restored
+            misses = prefixes.ledger.snapshot().misses
+            assert misses["declined"] == (8 if break_even else 0)
+
+
+def test_a_protected_prompt_outlives_others(tmp_path: Path) -> None:
+    model, prompt = llama(), tokens(4 * PAGE)
+    config = block(tmp_path, host="64KiB", tiers=[{"type": "host", "capacity": "1MiB"}], break_even=False)
+    with open_cache(model, config) as prefixes:
+        for n in range(41):
+            ids = prompt if not n else tokens(4 * PAGE, seed=n)
+            restored = prefixes.restore(f"r{n}", ids)
+            model(torch.tensor([ids[restored.tokens :]]), **{cache_argument(model): restored.cache})
+            assert prefixes.offload(ids, restored.cache).result(30.0).ok
+            if not n:
+                assert prefixes.protect(prompt) == 4
+        assert prefixes.restore("again", [*prompt, 1]).tokens == 4 * PAGE
+        assert prefixes.ledger.snapshot() is not None and prefixes.store.host.usage().evicted_pages > 0
+        prefixes.unprotect(prompt)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from kvtier.abc.tier import TierUsage
+from kvtier.breakeven import BreakEven
 from kvtier.compression import EvictionMetrics
 from kvtier.ghosts import Ghosts
 from kvtier.ledger import Ledger, MissReason, OffloadOutcome
@@ -56,7 +57,7 @@ def test_names_types_and_labels_of_single_parts(tmp_path: Path) -> None:
     nvme = NvmeTier(tmp_path, 1 << 20, io_threads=1)
     counters = RedisCounters(*[0] * len(RedisCounters.__slots__))
     stats = ServerStats(("get",), dict, lambda: {"somebody": 0})
-    shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats)
+    shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats, BreakEven(["nvme"]))
     nvme.close()
     # SGLang's cannot be imported here: its gauges are read from the source.
     for path in (ROOT / "connectors" / "sglang").glob("*.py"):
