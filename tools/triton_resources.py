@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.kernels.nvfp4 import triton as pages
 from kvtier.kernels.nvfp4 import triton_pages
+from kvtier.kernels.rowpack import triton as rowpack
+from kvtier.kernels.triattention import triton as triattention
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 _BF16, _FP16, _FP32, _FP8 = 0, 1, 2, 4
@@ -73,7 +76,47 @@ def page_kernels(name: str, kinds: tuple[int, ...], columns: int = 128, even: bo
     )
 
 
+def eviction_kernels() -> Iterator[Kernel]:
+    """TriAttention's, at head dim 128 with four query heads to a KV head, and row packing."""
+    steps = triattention.kernels
+    options, tokens = triattention.OPTIONS, {"TOKENS": 1024}
+    counted = {"count": "i32"}
+
+    def kernel(name: str, function: Any, signature: dict[str, str], constants: dict[str, Any]) -> Kernel:
+        return Kernel(f"evict {name}", function, signature, constants, options, exact=False)
+
+    means = {"real_mean": "*fp64", "imag_mean": "*fp64", "omega": "*fp64", "rows": "*fp32"}
+    yield kernel(
+        "phase rows", steps.rows_kernel, {**means, "position": "i32", "frequencies": "i32"}, {"OFFSETS": 17, "F": 64}
+    )
+    arrays = {"pools": "*i64", "table": "*i64", "real": "*i32", "imag": "*i32", "rows": "*fp32"}
+    sizes = dict.fromkeys(("first", "count", "page_tokens", "frequencies", "heads"), "i32")
+    strides = dict.fromkeys(("page_stride", "token_stride", "head_stride"), "i32")
+    for name, dtype in (("bf16", tl.bfloat16), ("fp32", tl.float32)):
+        constants = {"DTYPE": dtype, "F": 64, "GROUP": 4, "TOKENS": triattention.tile_tokens(64)}
+        signature = {**arrays, "spread": "*fp32", "scores": "*fp32", **sizes, **strides}
+        yield kernel(f"score {name}", steps.score_kernel, signature, constants)
+    yield kernel(
+        "statistics", steps.statistics_kernel, {"scores": "*fp32", "statistics": "*fp64", **counted},
+        {"FLOOR": 1e-6, **tokens},
+    )  # fmt: skip
+    sizes = {**counted, "layers": "i32", "heads": "i32", "kv_heads": "i32"}
+    for n, mode in enumerate(triattention.MODES):
+        yield kernel(
+            f"reduce {mode}", steps.reduce_kernel, {"scores": "*fp32", "statistics": "*fp64", "out": "*fp32", **sizes},
+            {"MODE": n, "NORMALIZED": True, **tokens},
+        )  # fmt: skip
+    yield kernel("select", steps.select_kernel, {"scores": "*fp32", "kept": "*i64", **counted, "budget": "i32"}, tokens)
+    arrays = {"pools": "*i64", "tables": "*i64", "sources": "*i64", "first": "*i64"}
+    names = ("tensors", "heads", "table_pages", "page_tokens", "moved", "groups", "kept_heads", "dim")
+    signature = {**arrays, **dict.fromkeys(names, "i32"), **strides}
+    for size, units in ((1, 256), (2, 128), (8, 32)):
+        constants = {"SIZE": size, "COLUMNS": units, "ROWS": rowpack.tile_rows(units)}
+        yield kernel(f"pack by {size}", rowpack.pack_kernel, signature, constants)
+
+
 def kernels() -> Iterator[Kernel]:
+    yield from eviction_kernels()
     for name, coding in _CODINGS.items():
         for dtype, number in _TYPES.items():
             yield from page_kernels(f"{name} {dtype}", (16 * coding + number,))

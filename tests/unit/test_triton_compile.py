@@ -40,3 +40,31 @@ def test_pages_of_every_form_take_registers_only(arch: int, tmp_path: Path) -> N
     for row in got:
         assert (row["stack_bytes"], row["local_bytes"], row["fused"], row["flushed"]) == (0, 0, 0, 0), row
         assert 0 < int(str(row["registers"])) <= 255
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_eviction_takes_registers_only(arch: int, tmp_path: Path) -> None:
+    got = compiled("evict ", str(arch), tmp_path)
+    assert len(got) == 11
+    for row in got:
+        assert (row["stack_bytes"], row["local_bytes"], row["flushed"]) == (0, 0, 0), row
+
+
+def test_a_kernel_that_spills_is_told(tmp_path: Path) -> None:
+    """With an eighth of the registers that it needs, the same kernel is reported, and the exit status says so."""
+    code = (
+        "import pathlib, sys\n"
+        f"sys.path.insert(0, {str(TOOL.parent)!r})\n"
+        "import triton_resources as tool\n"
+        "from dataclasses import replace\n"
+        "kernel = next(k for k in tool.kernels() if k.name == 'encode page nvfp4_offset bf16')\n"
+        "kernel = replace(kernel, options={**kernel.options, 'maxnreg': 24, 'enable_fp_fusion': True})\n"
+        f"got = tool.compile_kernel(kernel, 80, pathlib.Path({str(tmp_path)!r}))\n"
+        "print(got.good, got.stack_bytes + got.local_bytes > 0)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", "True"], done.stderr
