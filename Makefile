@@ -8,6 +8,8 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRITON_ARGS ?=
+GPU_ARGS ?=
 TORTURE_ARGS ?=
 
 export PYTHON KVTIER_CACHE TORCH_INDEX
@@ -17,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang demo-sglang test-native test-long bench clean
+.PHONY: help demo test lint types package-check test-sglang demo-sglang triton-check test-gpu test-native test-long bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -54,6 +56,12 @@ test-long: ## Kill a writer 200 times, open a million pages, torture for ten min
 	@$(call in,test); "$${python%/*}/kvtier" torture --seconds 0 --only kill --trials 100 $(TORTURE_ARGS); \
 	KVTIER_REOPEN_PAGES=1000000 "$$python" -m pytest -q -s tests/benchmarks/test_nvme_reopen.py; \
 	"$${python%/*}/kvtier" torture --seconds 600 $(TORTURE_ARGS)
+
+triton-check: ## Compile every Triton kernel for every GPU generation and read what it takes (no GPU, some minutes)
+	@$(call in,test); "$$python" tools/triton_resources.py $(TRITON_ARGS)
+
+test-gpu: ## Check and time the Triton kernels on this machine's GPU ($$PYTHON: torch with CUDA, and triton)
+	@tests/gpu/run.sh $(GPU_ARGS)
 
 bench: ## Measure codecs and tiers against memcpy and fio
 	@$(call in,test); "$${python%/*}/kvtier" bench codec $(BENCH_ARGS); "$${python%/*}/kvtier" bench tier $(BENCH_ARGS)
