@@ -116,13 +116,14 @@ class Health:
         with self._lock:
             self._refused += puts
 
-    def close(self, timeout_s: float) -> None:
-        """End the thread that tries; one that hangs in the device is left to itself."""
+    def close(self, timeout_s: float) -> bool:
+        """End the thread that tries; False if it hangs in the device, and may still use the directory's files."""
         self._stop.set()
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
 
     def _stalled(self) -> bool:
         if not self._pending:

@@ -41,7 +41,7 @@ from kvtier.storage_backends.slots.gate import Gate
 
 _log = logging.getLogger(__name__)
 
-_CALLS_S, _MEMBERS_S = 0.8, 0.8
+_CALLS_S, _MEMBERS_S = 0.7, 0.6
 """How long closing waits for calls under way, and then for those inside of members."""
 _REOPEN_MAX_S = 5.0
 _DEVICE_FAILURES = {

@@ -53,7 +53,8 @@ from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_S = 1.5
+_CLOSE_S = 1.2
+_PROBE_S = 0.4
 _SEGMENT_BYTES = 256 << 20
 _SEGMENTS_MAX = 256
 _CHUNK_MAX = 8
@@ -246,17 +247,15 @@ class NvmeTier(Tier):
         if self._gate.closed:
             return
         self._index.abort_compaction()
-        if not self._gate.close(calls_s):
+        quiet = self._gate.close(calls_s)
+        quiet &= self.health.close(_PROBE_S if quiet else 0.0)
+        self._readers.close(0.1 if quiet else 0.0)
+        self._writers.close(0.1 if quiet else 0.0)
+        if not quiet:
             # The device hangs. Files and lock are left to the end of the process: a late write must not meet a
             # second owner of the directory.
             _log.warning("the %s tier was closed with transfers under way", self.name)
-            self.health.close(0.0)
-            self._readers.close(0.0)
-            self._writers.close(0.0)
             return
-        self.health.close(0.1)
-        self._readers.close(0.1)
-        self._writers.close(0.1)
         if self._compactor is not None:
             self._compactor.join()
         self._index.close()

@@ -222,6 +222,22 @@ def test_a_store_counts_its_misses_and_stores_the_pages_again(tmp_path: Path, de
         store.close()
 
 
+def test_closing_does_not_wait_for_a_probe_that_hangs(tmp_path: Path, device: FaultyDevice) -> None:
+    tier = NvmeTier(tmp_path, CAPACITY_BYTES, device=device, retry_s=0.01)
+    go_on = threading.Event()
+    device.set(failing(errno.ENOSPC, "write"))
+    put(tier, 0, 1)
+    struck = device.struck
+    device.set(Fault(("sync",), hold=go_on))
+    wait_for(lambda: device.struck > struck, "nothing was tried", PATIENCE_S)
+    started = time.monotonic()
+    tier.close()
+    assert time.monotonic() - started < 4.0, "closing is to take 2 s"
+    with pytest.raises(TierPathError, match="in use"):  # its files may still be written to
+        NvmeTier(tmp_path, CAPACITY_BYTES)
+    go_on.set()
+
+
 def test_nobody_polls(tmp_path: Path, device: FaultyDevice) -> None:
     """A store with nothing to do, one of whose devices is tried again and again, leaves the core to its engine."""
     nvme = StripedNvmeTier([tmp_path / "a", tmp_path / "b"], CAPACITY_BYTES, device=device)

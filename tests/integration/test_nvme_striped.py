@@ -145,6 +145,19 @@ def test_what_goes_first_is_exact_within_a_directory(tier: StripedNvmeTier) -> N
     check_counters(tier)
 
 
+def test_protecting_reaches_every_directory(tier: StripedNvmeTier) -> None:
+    keys = [key_of(n) for n in range(PAGES)]
+    assert tier.protect_many(keys, True) == PAGES
+    put(tier, 100, 200)
+    assert tier.contains_many(keys) == [True] * PAGES
+    assert tier.protect_many(keys, False) == PAGES
+    tier.demote_many(keys)
+    tier.touch_many([key_of(299)])
+    put(tier, 400, 60)
+    assert tier.contains_many([*keys, key_of(299)]) == [False] * PAGES + [True]
+    check_counters(tier)
+
+
 def test_the_listener_hears_of_every_removal_in_every_directory(tier: StripedNvmeTier) -> None:
     heard: dict[Removal, list[bytes]] = {why: [] for why in Removal}
     tier.set_removal_listener(lambda keys, why: heard[why].extend(keys))
