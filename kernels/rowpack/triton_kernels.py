@@ -19,8 +19,8 @@ def pack_kernel(
 
     pools: int64 ``[tensors, 2]`` of address and group; strides and `dim` in units of SIZE bytes. tables: int64
     ``[sequences, table_pages]``. sources: int64 ``[sequences, groups, kept_heads, moved]``; groups and kept_heads are 1
-    where one row of them stands for all. A source is never in front of its destination, so a tile's rows, once read, may be
-    written: what later tiles read lies behind all of them."""
+    where one row of them stands for all. A source is never in front of its destination, so a tile's rows, once read,
+    may be written: what later tiles read lies behind all of them."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
     tensor = program // heads % tensors
