@@ -20,12 +20,14 @@ class ServerStats(Collector):
         commands: tuple[str, ...],
         refused: Callable[[], Mapping[str, int]],
         used_by: Callable[[], Mapping[str, int]],
+        unlogged: Callable[[], int] = lambda: 0,
     ) -> None:
         self._lock = threading.Lock()
         self._commands = dict.fromkeys((*commands, "unknown"), 0)
         self._counts: Counter[str] = Counter()
         self._refused = refused
         self._used_by = used_by
+        self._unlogged = unlogged
         self.connections = 0
         """Open now."""
 
@@ -88,6 +90,11 @@ class ServerStats(Collector):
         for reason in REFUSALS:
             family.add_metric([reason], refused.get(reason, 0))
         yield family
+        yield CounterMetricFamily(
+            "kvtier_server_unlogged_deletions",
+            "Values overwritten or deleted that a crash may bring back, since the disk did not take the note",
+            value=self._unlogged(),
+        )
         gauge = GaugeMetricFamily("kvtier_server_quota_used_bytes", "Bytes against a user's quota", labels=["user"])
         for user, n in self._used_by().items():
             gauge.add_metric([user], n)
