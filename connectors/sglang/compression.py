@@ -30,11 +30,19 @@ class SchedulerCompression:
     """The methods of one scheduler, and the requests that are decoding there."""
 
     def __init__(
-        self, pipeline: CompressionPipeline, cache: SlotCache, *, count_error: Callable[[], None], ranks: int = 1
+        self,
+        pipeline: CompressionPipeline,
+        cache: SlotCache,
+        *,
+        count_error: Callable[[], None],
+        ranks: int = 1,
+        most_generated: int | None = None,
     ) -> None:
-        """ranks: of the tensor-parallel group, each of which has a scheduler that does the same."""
+        """ranks: of the tensor-parallel group, each of which has a scheduler that does the same. most_generated: rows
+        that a request holds behind its prompt at any time, where the methods bound them."""
         self.pipeline = pipeline
         self.cache = cache
+        self.most_generated = most_generated
         self._count_error = count_error
         self._ranks = ranks
         self._names = itertools.count()
@@ -160,6 +168,18 @@ def positions(forward: Any, cls: Any, batch: Any, model_runner: Any, **kwargs: A
         forward.positions = forward.positions + shift
         if forward.mrope_positions is not None:
             forward.mrope_positions = forward.mrope_positions + shift
+
+
+def growth(original: Callable[..., float], adder: Any, req: Any) -> float:
+    """Around ``PrefillAdder._get_running_request_total_token_offset``: the slots that a running request will still
+    take, which the engine leaves free when it admits others. With evictions it never grows beyond its budget."""
+    estimate = original(adder, req)
+    compression, live = attached(adder.tree_cache), getattr(req, _LIVE, None)
+    if compression is None or compression.most_generated is None or live is None:
+        return estimate
+    page = adder.page_size
+    most = -(-(live.prompt_tokens + compression.most_generated) // page) - -(-live.length // page)
+    return min(estimate, max(0, most * page))
 
 
 def released(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:

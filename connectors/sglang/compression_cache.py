@@ -32,7 +32,7 @@ class SlotCache(LiveCache):
         self._tree = tree
         self._fence = fence
         self._reqs: dict[str, Any] = {}
-        self._slots: dict[tuple[str, int], torch.Tensor] = {}
+        self._places: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fenced = False
         self.packed: set[str] = set()
         """Requests packed since `begin_step`."""
@@ -49,19 +49,17 @@ class SlotCache(LiveCache):
 
     def begin_step(self) -> None:
         """A forward has been queued since, and rows may have moved in the table."""
-        self._slots.clear()
+        self._places.clear()
         self.packed.clear()
         self._fenced = False
 
     def keys(self, request: LiveRequest, layer: int, first_row: int = 0) -> torch.Tensor:
         self._order()
-        place = (request.request_id, first_row)
-        slots = self._slots.get(place)
-        if slots is None:
-            row = self._table[self._reqs[request.request_id].kv.req_pool_idx]
-            slots = self._slots[place] = row[first_row : request.length].long()
-        keys = self._layers[layer][0]
-        return keys[slots // self._page_tokens, slots % self._page_tokens].transpose(0, 1)
+        rows = (request.request_id, first_row)
+        if rows not in self._places:
+            slots = self._table[self._reqs[request.request_id].kv.req_pool_idx, first_row : request.length].long()
+            self._places[rows] = slots // self._page_tokens, slots % self._page_tokens
+        return self._layers[layer][0][self._places[rows]].transpose(0, 1)
 
     def compact(self, requests: Sequence[LiveRequest], keep: Sequence[KeepSet]) -> None:
         """Raises EngineError, with nothing moved, for rows that are not the request's own. A failure after that leaves
@@ -110,8 +108,8 @@ class SlotCache(LiveCache):
         req.skip_radix_cache_insert = True  # from here on these rows are not the KV of the request's tokens
         request.length = rows
         self.packed.add(request.request_id)
-        for place in [place for place in self._slots if place[0] == request.request_id]:
-            del self._slots[place]
+        for rows_read in [known for known in self._places if known[0] == request.request_id]:
+            del self._places[rows_read]
 
     def _order(self) -> None:
         if not self._fenced:

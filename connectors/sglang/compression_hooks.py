@@ -68,6 +68,12 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             compression.released,
         ),
         Hook(
+            "sglang.srt.managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
+            "AROUND",
+            ("self", "req"),
+            compression.growth,
+        ),
+        Hook(
             "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
             "AROUND",
             ("self", "req", "recv_req"),

@@ -53,14 +53,20 @@ def scheduler_built(_: None, scheduler: Any, server_args: Any, port_args: Any) -
         scheduler.tree_cache,
         _fence(scheduler),
     )
-    count_error = _error_counter(linker, registry)
-    attach(scheduler.tree_cache, SchedulerCompression(pipeline, cache, count_error=count_error, ranks=parallel.size))
+    most = max(method.budget + method.beta for method in options.live)
+    compression = SchedulerCompression(
+        pipeline,
+        cache,
+        count_error=_error_counter(linker, registry),
+        ranks=parallel.size,
+        most_generated=most,
+    )
+    attach(scheduler.tree_cache, compression)
+    # SGLang admits a request if what it may still generate, but for this many tokens at most, fits.
+    schedule_policy.CLIP_MAX_NEW_TOKENS = min(schedule_policy.CLIP_MAX_NEW_TOKENS, most)
     Gauge("kvtier_live_requests", "Requests known to methods for live caches", registry=registry).set_function(
         lambda: len(cache)
     )
-    # SGLang admits a request if what it will still generate fits; with eviction no request ever holds more than this.
-    most = max(method.budget + method.beta for method in options.live)
-    schedule_policy.CLIP_MAX_NEW_TOKENS = min(schedule_policy.CLIP_MAX_NEW_TOKENS, most)
     if options.http is not None and (linker is None or not linker.exports_metrics):
         exporter = HttpExporter(registry, HttpOptions.of(options.http), rank=parallel.rank)
         _log.info("kvtier metrics on %s/metrics", exporter.url)

@@ -253,3 +253,22 @@ def test_positions_are_logical_and_lengths_physical() -> None:
         module.positions(ran, None, batch, None)
         assert ran.mrope_positions.tolist() == [positions] * 3
         assert ran.positions.tolist() == positions and old.tolist() == [9, 20]
+
+
+def test_a_running_request_is_expected_to_grow_to_its_budget_and_not_beyond() -> None:
+    from kvtier.connectors.sglang import compression as module
+
+    tree = SimpleNamespace()
+    adder = SimpleNamespace(tree_cache=tree, page_size=16)
+
+    def growth(estimate: float, generated_rows: int | None) -> float:
+        req = SimpleNamespace()
+        if generated_rows is not None:
+            req.kvtier_live = LiveRequest("a", 20, generated_rows, 20 + generated_rows)
+        return module.growth(lambda *_: estimate, adder, req)
+
+    assert growth(4096, 3) == 4096  # an engine without methods
+    module.attach(tree, module.SchedulerCompression(None, None, count_error=lambda: None, most_generated=100))  # type: ignore[arg-type]
+    assert growth(4096, 3) == 128 - 32  # from 2 pages, with 23 rows, to 8 pages, with 120
+    assert growth(4096, 100) == 0 and growth(4096, 900) == 0
+    assert growth(10, 3) == 10 and growth(4096, None) == 4096
