@@ -11,7 +11,10 @@ import pytest
 from kvtier.abc.tier import PageMeta, PutStatus, Removal, Slot
 from kvtier.breakeven import BreakEven
 from kvtier.keys import checksum
+from kvtier.lookup import Lookup
 from kvtier.placement import Admission, TierRules, Write
+from kvtier.server.auth import User, Users
+from kvtier.server.keyspace import Keyspace, Reservation
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
@@ -46,6 +49,10 @@ def load(store: TieredStore, request: str, numbers: list[int]) -> int:
         assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(n)
     store.settle(request)
     return ready
+
+
+def on_its_way(lookup: Lookup) -> bool:
+    return lookup.pending
 
 
 def here(store: TieredStore, numbers: list[int]) -> list[bool]:
@@ -213,6 +220,22 @@ def test_low_priorities_make_room_first(lower: DictTier) -> None:
     store.close()
 
 
+def test_values_of_a_user_with_a_low_priority_make_room_first() -> None:
+    users = Users([User("batch", b"", (b"batch:",), priority=-1), User("chat", b"", (b"chat:",), priority=1)])
+    keyspace = Keyspace(users.owner, users.quota, 1 << 20, users.priority)
+    store = TieredStore(HostTier(6 * SLOT), on_removed=keyspace.removed)
+    keyspace.attach(store)
+    for name in (b"chat:0", b"chat:1", b"other", b"batch:0", b"batch:1", b"batch:2", b"chat:2", b"chat:3"):
+        reservation = keyspace.reserve(0, name, 10)
+        assert isinstance(reservation, Reservation) and reservation.view is not None
+        reservation.view[:] = b"0123456789"
+        reservation.check.update(reservation.view)
+        assert keyspace.commit(0, name, reservation)
+    there = [n for n in (b"chat:0", b"chat:1", b"other", b"batch:0", b"batch:1", b"batch:2") if keyspace.find(0, n)]
+    assert there == [b"chat:0", b"chat:1", b"other", b"batch:2"]
+    store.close()
+
+
 def test_protected_pages_stay(lower: DictTier) -> None:
     store = store_of(lower, 8, Write.NONE)
     put(store, pages(8))
@@ -253,9 +276,9 @@ def test_a_delete_stops_a_promotion_under_way(lower: DictTier) -> None:
     assert store.flush(LONG_S) and not any(here(store, pages(2)))
     lower.gate.clear()
     lookup = store.lookup("r", keys(pages(2)))
-    assert lookup.pending
+    assert on_its_way(lookup)
     store.delete(keys(pages(1)))
-    assert not lookup.pending and store.lookup("again", keys(pages(1))).ready_pages == 0
+    assert not on_its_way(lookup) and store.lookup("again", keys(pages(1))).ready_pages == 0
     lower.gate.set()
     assert store._promotions.drain(LONG_S) and store.flush(LONG_S)
     assert here(store, pages(2)) == [False, True]
