@@ -57,7 +57,7 @@ def _row(r: Record) -> str:
     again = r.again or Again(float("nan"))
     cells = [
         f"`{r.form}`",
-        f"{r.bytes_per_value:.3f}",
+        f"{r.bytes_per_value:.4f}",
         f"{r.kl:.4f} ({r.kl_max:.4f})",
         f"{100 * r.top1:.1f}",
         f"{r.delta_nll:+.4f}",
