@@ -220,9 +220,19 @@ void copy_in(const BufferPlan& b, const Span& span, int64_t tokens, uint8_t* col
     std::memset(data + (h * b.tokens + tokens) * row_bytes(b), 0, size_t((b.tokens - tokens) * row_bytes(b)));
 }
 
-void copy_out(const BufferPlan& b, const uint8_t* cold, const Span& span) {
+void copy_out(const RowKernels& kernels, const BufferPlan& b, const uint8_t* cold, const Span& span, bool stream) {
   const uint8_t* data = cold + b.data_offset;
-  each_row(span, item_bytes(b), [&](uint8_t* row, int64_t at, size_t bytes) { std::memcpy(row, data + at, bytes); });
+  each_row(span, item_bytes(b), [&](uint8_t* row, int64_t at, size_t bytes) {
+    stream ? kernels.copy_stream(data + at, bytes, row) : void(std::memcpy(row, data + at, bytes));
+  });
+}
+
+// Whether rows may be written around the cache: not where a line of memory is shared with columns that are another part,
+// and would be written twice.
+bool whole_lines(const BufferPlan& b, const uint8_t* page) {
+  const int64_t row = row_bytes(b);
+  const int64_t step = std::min(b.heads > 1 ? b.head_stride : b.token_stride, b.tokens > 1 ? b.token_stride : b.head_stride);
+  return step <= row || ((reinterpret_cast<uintptr_t>(page) | uintptr_t(step | row)) % 64 == 0);
 }
 
 void quantize(const RowKernels& kernels, const BufferPlan& b, const Span& span, int64_t tokens, const Ahead& ahead,
@@ -366,7 +376,7 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
   const RowKernels& kernels = row_kernels();
   int64_t hot_bytes = 0;
   for (int64_t n = buffer_begin; n < buffer_end; ++n) hot_bytes += values(batch.buffers[n]) * item_bytes(batch.buffers[n]);
-  const bool stream = hot_bytes * batch.num_pages >= kStreamBytes;
+  const bool large = hot_bytes * batch.num_pages >= kStreamBytes;
   const int64_t table_before = table_bytes_before(batch, buffer_begin);
   for (int64_t i = 0; i < batch.num_pages; ++i) {
     const uint8_t* cold = arena + batch.offsets[i];
@@ -377,12 +387,13 @@ void decode_pages(const Batch& batch, const uint8_t* arena, int64_t buffer_begin
       const int64_t tokens = valid_tokens(batch, b, i);
       const Span span = span_of(b, page, tokens);
       const float global_scale = stored_scale(batch, b, table);
+      const bool stream = large && whole_lines(b, page);
       if (direct(b))
         dequantize(kernels, b, cold, span, ahead_of(batch, n, buffer_begin, buffer_end, i), global_scale, stream);
       else if (b.compressed())
         decode_form({b, page, tokens, global_scale, stream, 0, 0}, cold);
       else
-        copy_out(b, cold, span);
+        copy_out(kernels, b, cold, span, stream);
       zero_tokens(b, page, tokens, existing_tokens(batch, b, i));
     }
   }

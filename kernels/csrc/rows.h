@@ -43,6 +43,8 @@ struct RowKernels {
                    bool stream);
   void (*decode32)(const uint8_t* data, const uint8_t* scales, int64_t groups, const Ahead&, const DecodeTable&, const Rows& dst,
                    bool stream);
+  // Writes around the cache where it can; the caller fences before it reports completion.
+  void (*copy_stream)(const uint8_t* from, size_t bytes, uint8_t* to);
   // Stripes of 64 bytes into XXH3's eight lanes, the secret advancing by 8 bytes per stripe.
   void (*xxh3_stripes)(uint64_t* lanes, const uint8_t* input, size_t stripes, const uint8_t* secret);
   void (*xxh3_scramble)(uint64_t* lanes, const uint8_t* secret);

@@ -254,6 +254,18 @@ KVTIER_AVX2 void decode(const uint8_t* data, const uint8_t* scales, int64_t grou
     decode_rows<kItemSize, false>(data, scales, groups, ahead, table, dst);
 }
 
+KVTIER_AVX2 void copy_stream(const uint8_t* from, size_t bytes, uint8_t* to) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) {
+    __builtin_memcpy(to, from, bytes);
+    return;
+  }
+  for (; bytes >= 32; bytes -= 32, from += 32, to += 32) {
+    const __m256i x = load256(from);
+    store<true>(to, _mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  }
+  __builtin_memcpy(to, from, bytes);
+}
+
 KVTIER_AVX2 void xxh3_stripes(uint64_t* lanes, const uint8_t* input, size_t stripes, const uint8_t* secret) {
   __m256i* at = reinterpret_cast<__m256i*>(lanes);
   __m256i sum[2] = {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
@@ -285,12 +297,12 @@ void fence() { _mm_sfence(); }
 }  // namespace
 
 const RowKernels kAvx2Rows = {
-    "avx2", &kAvx2Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
+    "avx2", &kAvx2Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, copy_stream, xxh3_stripes, xxh3_scramble, fence,
 };
 
 // Rows are bound by memory, and wider registers gain them nothing; forms are not.
 const RowKernels kAvx512Rows = {
-    "avx512", &kAvx512Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, xxh3_stripes, xxh3_scramble, fence,
+    "avx512", &kAvx512Forms, amax16, amax32, encode<2>, encode<4>, decode<2>, decode<4>, copy_stream, xxh3_stripes, xxh3_scramble, fence,
 };
 
 }  // namespace kvtier

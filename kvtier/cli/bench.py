@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure codecs, tiers, the store and the cache server on this machine.", no_args_is_help=True)
 
-_CODECS = ("nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless", "raw")
-_CODEC_DTYPES = ("bf16", "fp16", "fp32")
+_KEY_FORMS = ("nvfp4_offset", "nvfp4_token", "k8v4", "2fp4")
+_ROTARY_FORMS = ("nvfp4 rope=2fp4", "nvfp4 rope=fp8", "nvfp4 rope=keep")
+_CODECS = ("nvfp4", *_KEY_FORMS, *_ROTARY_FORMS, "lossless", "raw")
+_CODEC_DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3")
+_HOT_LAYOUTS = ("nhd", "hnd", "seq")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of objects, nothing else on stdout.")]
 
@@ -27,13 +30,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON list of obj
 @app.command()
 def codec(
     codec: Annotated[
-        list[str] | None, typer.Option(help=f"Any of {', '.join(_CODECS)}. Repeatable; default nvfp4 and raw.")
+        list[str] | None, typer.Option(help=f"Any of {', '.join(_CODECS)}. Repeatable; default all.")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16 or fp32. Repeatable; default all.")] = None,
-    threads: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1 and 2.")] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Any of {', '.join(_CODEC_DTYPES)}. Repeatable; default all but fp32."),
+    ] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1.")] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(help="An instruction set (avx512, avx2, scalar) or reference. Repeatable; default the fastest."),
+    ] = None,
+    hot_layout: Annotated[str | None, typer.Option(help="nhd, hnd or seq; default nhd.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Encode and decode against memcpy of the same bytes."""
+    """Encode and decode against memcpy of the same bytes, plain nvfp4, and torchao and LMCache where installed."""
     for name in codec or ():
         if name not in _CODECS:
             raise ConfigError(f"--codec {name}: use one of {', '.join(_CODECS)}")
@@ -43,8 +54,14 @@ def codec(
     for count in threads or ():
         at_least(1, threads=count)
         at_most(THREADS_MAX, threads=count)
-    chosen = {"codecs": tuple(codec or ()), "dtypes": tuple(dtype or ()), "threads": tuple(threads or ())}
-    _show("kvtier.cli.bench_codec", "codecs", as_json, {name: value for name, value in chosen.items() if value})
+    _check_impls(impl or [])
+    if hot_layout not in (None, *_HOT_LAYOUTS):
+        raise ConfigError(f"--hot-layout {hot_layout}: use one of {', '.join(_HOT_LAYOUTS)}")
+    chosen = {"codecs": codec, "dtypes": dtype, "threads": threads, "impls": impl}
+    options: dict[str, Any] = {name: tuple(value) for name, value in chosen.items() if value}
+    if hot_layout is not None:
+        options["hot_layout"] = hot_layout
+    _show("kvtier.cli.bench_codec", "codecs", as_json, options)
 
 
 @app.command()
@@ -70,6 +87,15 @@ def server(as_json: AsJson = False) -> None:
 def store(as_json: AsJson = False) -> None:
     """The whole way of a page through the store: offload, lookup, and what they cost their caller."""
     _show("kvtier.cli.bench_store", "store", as_json, {})
+
+
+def _check_impls(names: list[str]) -> None:
+    from kvtier.kernels import _native
+
+    here = (*_native.isas(), "reference")
+    for name in names:
+        if name not in here:
+            raise ConfigError(f"--impl {name}: this machine has {', '.join(here)}")
 
 
 def _show(module: str, title: str, as_json: bool, options: dict[str, Any]) -> None:
