@@ -31,13 +31,24 @@ def work(arrays: list[npt.NDArray[Any]], dtype: str) -> dict[tuple[str, str], Ot
         return {}
     import torch
 
-    torch.set_num_threads(1)
     found: dict[tuple[str, str], Other] = {}
     if importlib.util.find_spec("torchao") is not None:
         found |= _torchao(torch, np.ascontiguousarray(arrays[0]).reshape(-1))
     if importlib.util.find_spec("lmcache") is not None:
         found |= _lmcache(torch, np.concatenate([np.ascontiguousarray(a).reshape(-1) for a in arrays]))
-    return found
+    return {key: Other(_on_one_core(torch, other.call), other.input_bytes) for key, other in found.items()}
+
+
+def _on_one_core(torch: Any, call: Callable[[], Any]) -> Callable[[], None]:
+    def alone() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            call()
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
 
 
 def _torchao(torch: Any, bits: npt.NDArray[Any]) -> dict[tuple[str, str], Other]:

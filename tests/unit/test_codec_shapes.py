@@ -360,3 +360,96 @@ def test_a_draft_with_other_pages_is_refused() -> None:
     draft = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=32, dtype=DType.BF16)
     with pytest.raises(SpecError, match="draft pages of 32"):
         target.with_draft(draft)
+
+
+E2M1_STEP = 0.1772
+"""Half the gap between 4 and 6, in steps of at most amax / 6 * (1 + 1 / 16)."""
+
+
+def within_bound(coding: Coding, x: Array, y: Array, dtype: DType, scale: float) -> bool:
+    """Float64 ``[heads, tokens, dim]`` of valid rows before and after, of one part."""
+    relative = {DType.BF16: 2**-8, DType.FP32: 2**-8, DType.FP16: 2**-10, DType.FP8_E4M3: 2**-4}[dtype]
+    # What rounding to the hot type may add, and the scale's floor under the k of the whole part.
+    floor = 2**-6 * 2.0 ** reference.K_LIMITS[dtype.value][0] + 3e-5 * np.abs(x).max(initial=0.0)
+    slack = relative * np.maximum(np.abs(x), np.abs(y)) + floor + (scale * 2**-10 if dtype is DType.FP8_E4M3 else 0)
+    error = np.maximum(np.abs(x - y) - slack, 0)
+    heads, tokens, dim = x.shape
+    groups, group_errors = (v.reshape(heads, tokens, dim // 16, 16) for v in (x, error))
+    amax = np.abs(groups).max(axis=-1)
+    if coding is Coding.NVFP4:
+        return bool((group_errors.max(axis=-1) <= E2M1_STEP * amax).all())
+    if coding is Coding.TWO_FP4:
+        return bool((group_errors.max(axis=-1) <= E2M1_STEP**2 * amax).all())
+    if coding is Coding.OFFSET:  # as good as plain nvfp4 or better, in squares
+        return bool((np.square(group_errors).sum(axis=-1) <= np.square(4 * E2M1_STEP * amax)).all())
+    if coding is Coding.TOKEN:
+        blocks = [slice(t, t + 16) for t in range(0, tokens, 16)]
+        return all(
+            (error[:, b] <= E2M1_STEP * ((x[:, b].max(axis=1) - x[:, b].min(axis=1)) / 2)[:, None] + slack[:, b]).all()
+            for b in blocks
+        )
+    if coding is Coding.FP8:
+        return bool((error <= np.abs(x) / 16 + 2**-10).all())
+    rows = np.square(error).sum(axis=-1)
+    return bool((rows <= np.square(np.abs(x) / 16 + 2**-10).sum(axis=-1) * 1.0001).all())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(case=specs(), seed=st.integers(0, 2**16), offset=st.sampled_from([0.0, 3.0, 160.0]))
+def test_any_page_comes_back_within_its_forms_bound(
+    case: tuple[PageSpec, Named, list[int]], seed: int, offset: float
+) -> None:
+    spec, form, valid = case
+    values, hot_layout = values_for(spec, len(valid), seed, offset), list(HotLayout)[seed % 3]
+    which = codec(form[0], **form[1])
+    layout, pages = which.layout(spec), len(valid)
+    pool, _ = pool_of(spec, values, hot_layout)
+    back_pool, back = pool_of(spec, [np.ones_like(v) for v in values], hot_layout)
+    arena, ids, lengths = (
+        np.zeros(pages * layout.cold_page_bytes, np.uint8),
+        np.arange(pages),
+        np.array(valid, np.int32),
+    )
+    at = ids * layout.cold_page_bytes
+    refused = which.encode(layout, pool, ids, lengths, arena, at, np.zeros(pages, np.uint64)).refused
+    good = np.flatnonzero(~refused)
+    which.decode(layout, back_pool, ids[good], lengths[good], arena, at[good])
+    for p in good.tolist():
+        for part in layout.parts:
+            b, columns = spec.buffers[part.buffer], slice(part.column, part.column + part.columns)
+            tokens = valid[p] if b.tokens == spec.page_tokens else b.tokens
+            got, put = page_of(spec, back[part.buffer], part.buffer, p, hot_layout), values[part.buffer][p]
+            assert not got[:, tokens:].any()
+            got, put = got[:, :tokens, columns], put[:, :tokens, columns]
+            if part.coding is Coding.RAW:
+                assert got.tobytes() == put.tobytes()
+                continue
+            x, y = (page_reference.coded_values(v, b.dtype.value, b.fp8_scale).astype(np.float64) for v in (put, got))
+            assert within_bound(part.coding, x, y, b.dtype, b.fp8_scale), part
+
+
+@pytest.mark.parametrize("rope", ["fp8", "keep"])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_every_value_of_a_rotary_part_is_stable_from_the_first_trip_on(isa: str, dtype: DType, rope: str) -> None:
+    spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=32, page_tokens=16, dtype=dtype, rotary_dim=16)
+    which = codec("nvfp4", rope=rope)
+    layout = which.layout(spec)
+    every = np.arange(1 << 16, dtype=np.uint16)
+    size = np.abs(reference.to_float32(every, dtype.value))
+    every = every[np.isfinite(size) & (size <= 464)]
+    k = np.zeros((-(-len(every) // 256), 1, 16, 32), np.uint16)
+    k[..., :16] = np.resize(every, (len(k), 1, 16, 16))
+    arrays, ids, valid = [k, np.zeros_like(k)], np.arange(len(k)), np.full(len(k), 16, np.int32)
+    at, trips = ids * layout.cold_page_bytes, []
+    for _ in range(2):
+        arena = np.zeros(len(k) * layout.cold_page_bytes, np.uint8)
+        pool = HotPool.of(spec, arrays, HotLayout.HND)
+        assert not which.encode(layout, pool, ids, valid, arena, at, np.zeros(len(k), np.uint64)).refused.any()
+        arrays = [np.ones_like(k) for _ in arrays]
+        which.decode(layout, HotPool.of(spec, arrays, HotLayout.HND), ids, valid, arena, at)
+        trips.append(arena)
+    np.testing.assert_array_equal(trips[0], trips[1])
+    expected = reference.to_float32(k[..., :16], dtype.value)
+    if rope == "fp8":
+        expected = reference.e4m3_values(reference.e4m3_codes(expected))
+    assert reference.to_float32(arrays[0][..., :16], dtype.value).tobytes() == expected.tobytes()
