@@ -27,7 +27,10 @@ from triton.compiler import ASTSource
 from kvtier.kernels.nvfp4 import triton as pages
 from kvtier.kernels.nvfp4 import triton_pages
 from kvtier.kernels.rowpack import triton as rowpack
+from kvtier.kernels.rowpack.triton_kernels import pack_kernel
 from kvtier.kernels.triattention import triton as triattention
+from kvtier.kernels.triattention import triton_kernels as steps
+from kvtier.kernels.triattention.reference import MODES
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 _BF16, _FP16, _FP32, _FP8 = 0, 1, 2, 4
@@ -37,7 +40,7 @@ _TYPES = {"bf16": _BF16, "fp16": _FP16, "fp32": _FP32, "fp8_e4m3": _FP8}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What is compiled. signature: Triton's types by argument; exact: whether its arithmetic must not be fused."""
+    """What is compiled. signature: Triton's types by argument; exact: whether its bytes must be those of the CPU."""
 
     name: str
     function: Any
@@ -56,6 +59,7 @@ class Resources:
     local_bytes: int
     shared_bytes: int
     fused: int
+    """Instructions that round otherwise than the CPU: fused, or approximate."""
     flushed: int
 
     @property
@@ -78,7 +82,6 @@ def page_kernels(name: str, kinds: tuple[int, ...], columns: int = 128, even: bo
 
 def eviction_kernels() -> Iterator[Kernel]:
     """TriAttention's, at head dim 128 with four query heads to a KV head, and row packing."""
-    steps = triattention.kernels
     options, tokens = triattention.OPTIONS, {"TOKENS": 1024}
     counted = {"count": "i32"}
 
@@ -101,7 +104,7 @@ def eviction_kernels() -> Iterator[Kernel]:
         {"FLOOR": 1e-6, **tokens},
     )  # fmt: skip
     sizes = {**counted, "layers": "i32", "heads": "i32", "kv_heads": "i32"}
-    for n, mode in enumerate(triattention.MODES):
+    for n, mode in enumerate(MODES):
         yield kernel(
             f"reduce {mode}", steps.reduce_kernel, {"scores": "*fp32", "statistics": "*fp64", "out": "*fp32", **sizes},
             {"MODE": n, "NORMALIZED": True, **tokens},
@@ -112,7 +115,7 @@ def eviction_kernels() -> Iterator[Kernel]:
     signature = {**arrays, **dict.fromkeys(names, "i32"), **strides}
     for size, units in ((1, 256), (2, 128), (8, 32)):
         constants = {"SIZE": size, "COLUMNS": units, "ROWS": rowpack.tile_rows(units)}
-        yield kernel(f"pack by {size}", rowpack.pack_kernel, signature, constants)
+        yield kernel(f"pack by {size}", pack_kernel, signature, constants)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -146,7 +149,7 @@ def compile_kernel(kernel: Kernel, arch: int, folder: Path) -> Resources:
     if set(found) != {"REG", "STACK", "SHARED", "LOCAL"}:
         raise RuntimeError(f"cuobjdump says nothing of {kernel.name} for sm_{arch}:\n{report}")
     ptx = done.asm["ptx"]
-    fused = len(re.findall(r"\bfma\.rn\.f(32|64)\b", ptx)) if kernel.exact else 0
+    fused = len(re.findall(r"\bfma\.rn\.f(?:32|64)\b|\.approx\b|\bdiv\.full\b", ptx)) if kernel.exact else 0
     return Resources(
         kernel.name,
         arch,

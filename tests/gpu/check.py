@@ -161,6 +161,58 @@ def cases(dry: bool) -> Iterator[tuple[str, Codec, PageSpec, int, HotLayout, lis
         yield f"{pages} pages", codec("nvfp4"), small, pages, HotLayout.NHD, [2] * pages
 
 
+def eviction(where: str, generator: torch.Generator) -> Iterator[tuple[str, bool]]:
+    """TriAttention's steps and row packing against the torch versions, which have oracles of their own."""
+    from kvtier.kernels.rowpack import fast as fast_pack
+    from kvtier.kernels.rowpack import triton as pack
+    from kvtier.kernels.rowpack.sequences import PagedSequence
+    from kvtier.kernels.triattention import fast
+    from kvtier.kernels.triattention import triton as steps
+
+    dry, at = where == "cpu", torch.device(where)
+    layers, kv_heads, heads, half, page_tokens, count = (1, 1, 2, 8, 4, 20) if dry else (4, 8, 32, 64, 16, 4000)
+    pages = -(-count // page_tokens)
+    omega = 10000.0 ** (-np.arange(half) / half)
+    real, imag = np.arange(half), np.arange(half) + half
+    rng = np.random.default_rng(1)
+    mean = (rng.normal(size=(heads, half)) + 1j * rng.normal(size=(heads, half))).astype(np.complex64)
+    absolute = (np.abs(mean) + rng.random((heads, half))).astype(np.float32)
+    tables = [fast.layer_table(mean, absolute, omega, np.ones(half), real, imag, kv_heads, at) for _ in range(layers)]
+    table = steps.ModelTable.of(tables, torch.from_numpy(real), torch.from_numpy(imag), at)
+    shape = (pages, page_tokens, kv_heads, 2 * half)
+    pools = [torch.randn(shape, generator=generator, device=where).to(torch.bfloat16) for _ in range(layers)]
+    order = torch.randperm(pages, generator=generator, device=where)
+    scores = steps.score(pools, order, 0, count, table, steps.phase_rows(table, 95_000))
+    phase = fast.mean_phase(omega, 95_000)
+    expected = torch.stack(
+        [
+            fast.score(p[order].reshape(-1, kv_heads, 2 * half)[:count].transpose(0, 1), t, phase)
+            for p, t in zip(pools, tables, strict=True)
+        ]
+    )
+    yield "scores over pages", bool(torch.allclose(scores, expected, atol=5e-3, rtol=0))
+    for mode in ("union", "per_head", "per_layer_perhead"):
+        reduction = fast.Reduction(mode, kv_heads)
+        for one in scores:
+            reduction.add(one)
+        yield (
+            f"reduction {mode}",
+            bool(torch.allclose(steps.reduce(scores, kv_heads, mode), reduction.result(), atol=1e-4)),
+        )
+    coarse = (scores * 2).round()  # many ties
+    budget = count // 2
+    yield "selection", bool(torch.equal(steps.select(coarse, budget), fast.select(coarse, budget)))
+    kept = fast.select(coarse[:, :: heads // kv_heads], budget)
+    sequence = PagedSequence(order, count, 0, kept)
+    twins = [[p.clone()] for p in pools]
+    fast_pack.pack(twins, [sequence])
+    pack.pack([[p] for p in pools], [sequence])
+    rows = [
+        x[order].reshape(-1, kv_heads, 2 * half)[:budget] for p, (q,) in zip(pools, twins, strict=True) for x in (p, q)
+    ]
+    yield "row packing", all(torch.equal(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True))
+
+
 def microseconds(call: Callable[[], object], rounds: int = 9) -> float:
     """Median device time of what `call` enqueues on the current stream."""
     times = []
@@ -233,6 +285,9 @@ def main() -> int:
         except DifferenceError as failure:  # noqa: PERF203 - all of them are told
             failed += 1
             print(f"FAILED: {name}: {failure}", flush=True)
+    for name, good in eviction(where, generator):
+        failed += not good
+        print(f"{'as in torch' if good else 'FAILED'}: {name}", flush=True)
     if options.dry:
         print("not timed: no GPU was used")
         return failed > 0

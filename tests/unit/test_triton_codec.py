@@ -27,6 +27,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
     from kvtier.kernels.nvfp4 import triton as kernels
+    from kvtier.kernels.nvfp4 import triton_pages
 
 # numpy, which interprets, warns of overflow where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,7 +49,7 @@ POISON = {DType.BF16: 0x7FC1, DType.FP16: 0xFE01, DType.FP32: np.nan, DType.FP8_
 
 @pytest.fixture(autouse=True)
 def interpreted() -> Iterator[None]:
-    assert type(kernels.triton_pages.encode_kernel).__name__ == "InterpretedFunction"
+    assert type(triton_pages.encode_kernel).__name__ == "InterpretedFunction"
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         yield
 
@@ -230,7 +231,7 @@ def test_levels_end_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = PageSpec.mha(layers=2, kv_heads=1, head_dim=32, page_tokens=4, dtype=DType.BF16)
     which = codec("nvfp4")
     case = Case.of(which, spec, values_for(spec, 1, 6), [4])
-    layout = which.finer_layout(spec, (0, 1, 2, 0))  # type: ignore[attr-defined]
+    layout = which.finer_layout(spec, (0, 1, 2, 0))
     case = replace(case, layout=layout, arena=np.full(2 * GUARD + layout.cold_page_bytes, 0xA5, np.uint8))
     assert not assert_same(case, monkeypatch).refused.any()
 
@@ -297,14 +298,13 @@ def test_what_lies_out_of_bounds_is_refused_before_anything_is_written(monkeypat
     spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=4, dtype=DType.FP16)
     case = Case.of(codec("nvfp4"), spec, values_for(spec, 2, 7), [4, 4])
     on_device(monkeypatch)
-    for field, bad in (
-        ("ids", [0, 2]),
-        ("ids", [-1, 0]),
-        ("valid", [5, 4]),
-        ("offsets", [0, 10**9]),
-        ("offsets", [-16, 0]),
+    for broken in (
+        replace(case, ids=np.array([0, 2])),
+        replace(case, ids=np.array([-1, 0])),
+        replace(case, valid=np.array([5, 4], np.int32)),
+        replace(case, offsets=np.array([0, 10**9])),
+        replace(case, offsets=np.array([-16, 0])),
     ):
-        broken = replace(case, **{field: np.array(bad, getattr(case, field).dtype)})
         with pytest.raises(CodecError):
             broken.encode()
         with pytest.raises(CodecError):
@@ -360,8 +360,8 @@ def test_batches_of_any_size_in_one_launch(pages: int, monkeypatch: pytest.Monke
             launches.append(grid)
             return real[grid]
 
-    real = kernels.triton_pages.encode_kernel
-    monkeypatch.setattr(kernels.triton_pages, "encode_kernel", Counted())
+    real = triton_pages.encode_kernel
+    monkeypatch.setattr(triton_pages, "encode_kernel", Counted())
     assert_same(Case.of(codec("nvfp4"), spec, values_for(spec, pages, 7), [2] * pages), monkeypatch)
     assert launches == [(kernels.grid_of(pages, 2),)]
 

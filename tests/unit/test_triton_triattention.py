@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
     from kvtier.kernels.rowpack import triton as rowpack
     from kvtier.kernels.triattention import triton as device
+    from kvtier.kernels.triattention import triton_kernels as kernels
 
 # numpy, which interprets, warns of overflow where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -32,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    assert type(device.kernels.score_kernel).__name__ == "InterpretedFunction"
+    assert type(kernels.score_kernel).__name__ == "InterpretedFunction"
     monkeypatch.setattr(device, "_TOKENS", 32)  # several tiles of a few tokens
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         yield
@@ -100,7 +101,6 @@ def test_reductions(mode: str, normalized: bool) -> None:
 
 
 def test_modes_have_the_numbers_of_the_kernel() -> None:
-    kernels = device.kernels
     numbers = {"union": kernels.UNION, "per_head": kernels.PER_HEAD, "per_layer_perhead": kernels.PER_LAYER_PERHEAD}
     assert {mode: reference.MODES.index(mode) for mode in reference.MODES} == {m: n.value for m, n in numbers.items()}
 
