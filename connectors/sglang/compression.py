@@ -177,7 +177,7 @@ def growth(original: Callable[..., float], adder: Any, req: Any) -> float:
     compression, live = attached(adder.tree_cache), getattr(req, _LIVE, None)
     if compression is None or compression.most_generated is None or live is None:
         return estimate
-    page = adder.page_size
+    page: int = adder.page_size
     most = -(-(live.prompt_tokens + compression.most_generated) // page) - -(-live.length // page)
     return min(estimate, max(0, most * page))
 
