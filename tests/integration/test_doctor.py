@@ -26,7 +26,7 @@ from kvtier.cli.doctor_line import Finding, State, refused, size
 from kvtier.config import HostTierConfig, parse_config
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, item_of, key_of
-from kvtier.testing.redis_servers import RedisServer, ask, find_server
+from kvtier.testing.redis_servers import RedisServer, ask, find_server, free_port
 
 HOST = {"type": "host", "capacity": "4MiB"}
 
@@ -243,6 +243,36 @@ def test_a_server_that_wants_a_password_fails(tmp_path: Path, server: RedisServe
     config = write(tmp_path, {"type": "redis", "url": server.url})
     findings = about(list(examine(config)), "redis")
     assert findings[0].state is State.BAD and "hunter2" not in str(findings)
+
+
+def test_redis_over_tls_has_its_certificate_looked_at(tmp_path: Path, server: RedisServer) -> None:
+    del server  # only for its reasons to skip
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3", "-subj", "/CN=redis"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    options = ["--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
+    options += ["--tls-ca-cert-file", str(cert), "--tls-auth-clients", "no"]
+    try:
+        with_tls = RedisServer(tmp_path / "tls", *options)
+    except RuntimeError as error:
+        if "TLS support" not in str(error):
+            raise
+        pytest.skip("this server was built without TLS")
+    try:
+        tier = {"type": "redis", "url": f"rediss://127.0.0.1:{port}", "tls_ca": str(cert)}
+        (tls,) = about(list(examine(write(tmp_path, tier))), "redis TLS")
+        assert tls.state is State.WARNING and "TLSv1" in tls.text and tls.fix == "renew the certificate"
+        del tier["tls_ca"]
+        findings = about(list(examine(write(tmp_path, tier))), "redis")
+        assert State.BAD in {f.state for f in findings if f.what == "redis TLS"}
+        plain = {"type": "redis", "url": f"redis://127.0.0.1:{port}"}
+        (answer, *_) = about(list(examine(write(tmp_path, plain))), "redis")
+        assert answer.state is State.BAD and "whether TLS is spoken there" in answer.fix
+    finally:
+        with_tls.stop()
 
 
 def test_the_cache_servers_certificate_and_sockets_are_told(tmp_path: Path) -> None:
