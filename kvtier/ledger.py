@@ -111,7 +111,6 @@ class Ledger(Collector):
         self._slow_restores = 0
         self._violations = 0
         self._saved_s = 0.0
-        self._prefill_tokens_per_s = 0.0
         self._ages = np.zeros(len(_AGES) + 1, np.int64)
         self._ages_sum_s = 0.0
         self._usages: dict[str, Callable[[], TierUsage]] = {}
@@ -196,11 +195,6 @@ class Ledger(Collector):
         """Time to the first token that a request did not need, estimated."""
         with self._lock:
             self._saved_s += seconds
-
-    def prefill_speed(self, tokens_per_s: float) -> None:
-        """How fast the engine computes prompts, as measured or configured."""
-        with self._lock:
-            self._prefill_tokens_per_s = tokens_per_s
 
     def evicted_ages(self, seconds: Sequence[float]) -> None:
         """How long ago pages were evicted that are asked for now; one number per page."""
@@ -287,14 +281,11 @@ class Ledger(Collector):
         yield spills
         with self._lock:
             slow, violations, saved_s = self._slow_restores, self._violations, self._saved_s
-            speed, ages, ages_sum_s = self._prefill_tokens_per_s, self._ages.cumsum().tolist(), self._ages_sum_s
+            ages, ages_sum_s = self._ages.cumsum().tolist(), self._ages_sum_s
         yield _counter("kvtier_slow_restores", "Restores over the limit that is logged", slow)
         yield _counter("kvtier_accounting_violations", "Sums that did not hold (checked with debug only)", violations)
         yield CounterMetricFamily(
             "kvtier_ttft_saved_seconds", "Time to first token saved by hits, estimated", value=saved_s
-        )
-        yield GaugeMetricFamily(
-            "kvtier_prefill_tokens_per_second", "Speed of the engine's prefill; 0 while it is not known", value=speed
         )
         age = HistogramMetricFamily("kvtier_evicted_age_seconds", "How long ago evicted pages left that are asked for")
         bounds = [*map(str, _AGES), "+Inf"]

@@ -193,7 +193,6 @@ class Watch(Observer):
         token_s = self._break_even.prefill_s_per_token
         if token_s is None or not self._page_tokens:
             return None
-        self._ledger.prefill_speed(1.0 / token_s)
         page_s = token_s * self._page_tokens
         costs = {tier: self._break_even.load_s_per_page(tier) or 0.0 for tier in hits}
         return max(0.0, sum(n * (page_s - costs[tier]) for tier, n in hits.items()))

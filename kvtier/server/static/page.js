@@ -84,7 +84,7 @@ function drawSummary() {
   const hot = now('kvtier_hot_bytes_total{direction="offload"}'), cold = now('kvtier_cold_bytes_total{direction="offload"}');
   const errors = total(familyOf("kvtier_errors_total")) + overall("kvtier_load_failures_total");
   const saved = view.latest.series.kvtier_ttft_saved_seconds_total;
-  const known = view.latest.series.kvtier_prefill_tokens_per_second > 0;
+  const known = view.latest.series.kvtier_prefill_seconds_per_token > 0;
   const tile = (name, value, detail, bad = false) => element("div", bad ? { class: "bad" } : {},
     element("dt", {}, name), element("dd", {}, value, element("small", {}, detail)));
   byId("summary").replaceChildren(
