@@ -40,7 +40,7 @@ def reaches(measured: Callable[[], dict[str, float]]) -> None:
 def test_bf16_pages_against_memcpy_and_torchao() -> None:
     def measured() -> dict[str, float]:
         rows = bench_codec.run(
-            codecs=("nvfp4",), dtypes=("bf16",), impls=_native.isas()[:1], threads=(1, 2), shapes=("mha",), rounds=5
+            codecs=("nvfp4",), dtypes=("bf16",), impls=(_native.isas()[0],), threads=(1, 2), shapes=("mha",), rounds=5
         )
         by = {(r["op"], r["threads"]): r for r in rows if r["codec"] == "nvfp4"}
         shares = {
@@ -62,7 +62,7 @@ def test_forms_against_plain_nvfp4(shape: str, dtype: str) -> None:
         rows = bench_codec.run(
             codecs=("nvfp4", *bench_codec.KEY_FORMS, *bench_codec.ROTARY_FORMS),
             dtypes=(dtype,),
-            impls=_native.isas()[:1],
+            impls=(_native.isas()[0],),
             shapes=(shape,),
             hot_layout="hnd",
             rounds=3,
@@ -87,7 +87,7 @@ def test_other_hot_types_against_bf16(dtype: str) -> None:
             for row in bench_codec.run(
                 codecs=("nvfp4",),
                 dtypes=("bf16", dtype),
-                impls=_native.isas()[:1],
+                impls=(_native.isas()[0],),
                 shapes=("mha",),
                 rounds=3,
                 input_bytes=32 << 20,

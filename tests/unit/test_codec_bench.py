@@ -9,7 +9,9 @@ import pytest
 from kvtier.cli import bench, bench_codec, bench_codec_others
 from kvtier.cli.bench_codec_others import Other
 from kvtier.errors import ConfigError
+from kvtier.hot import HotLayout
 from kvtier.kernels import _native
+from kvtier.spec import DType
 
 COLUMNS = [
     "codec",
@@ -54,7 +56,7 @@ def test_rows(hot_layout: str) -> None:
 @pytest.mark.parametrize("dtype", bench_codec.DTYPES)
 def test_every_form_is_measured_beside_plain_nvfp4(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_codec_others, "work", lambda arrays, dtype: {})
-    rows = bench_codec.run(dtypes=(dtype,), impls=_native.isas()[:1], **SMALL)
+    rows = bench_codec.run(dtypes=(dtype,), impls=(_native.isas()[0],), **SMALL)
     measured = {shape: {r["codec"] for r in rows if r["shape"] == shape} for shape in bench_codec.SHAPES}
     assert measured["mha"] == set(bench_codec.CODECS)
     assert measured["mla"] == set(bench_codec.CODECS) - set(bench_codec.KEY_FORMS)
@@ -74,7 +76,7 @@ def test_others_are_measured_in_the_same_run(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench_codec_others, "work", work)
     rows = bench_codec.run(
-        codecs=("nvfp4",), dtypes=("bf16",), impls=_native.isas()[:1], shapes=("mha",), rounds=2, input_bytes=4 << 20
+        codecs=("nvfp4",), dtypes=("bf16",), impls=(_native.isas()[0],), shapes=("mha",), rounds=2, input_bytes=4 << 20
     )
     assert calls == ["torchao", "lmcache"] * 3
     ours = {row["op"]: row for row in rows if row["codec"] == "nvfp4"}
@@ -85,7 +87,7 @@ def test_others_are_measured_in_the_same_run(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_torchao_takes_the_benchs_values() -> None:
     pytest.importorskip("torchao")
-    pages = bench_codec._Pages("mha", bench_codec.DType.BF16, bench_codec.HotLayout.HND, 4 << 20)
+    pages = bench_codec._Pages("mha", DType.BF16, HotLayout.HND, 4 << 20)
     found = bench_codec_others.work(pages.arrays, "bf16")
     other = found[bench_codec_others.TORCHAO, "encode"]
     other.call()
