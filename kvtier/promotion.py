@@ -70,7 +70,8 @@ class Promotions:
         self.waiting: dict[bytes, list[Lookup]] = {}
         """Requests by the page that they wait for."""
         self._reading: set[bytes] = set()
-        self._cancelled: set[bytes] = set()
+        self.cancelled: set[bytes] = set()
+        """Pages that were deleted while they were being read: their slots are still in use."""
         self._shared = tuple(t for t in lower if t.capabilities.shared)
         self._readers = WorkerPool("kvtier-promote", threads, on_error)
         # Threads of their own: a server that does not answer must not hold up the pages of local disks.
@@ -103,7 +104,7 @@ class Promotions:
 
     def cancel(self, keys: Sequence[bytes]) -> None:
         """Pages are being deleted: what is on its way up arrives nowhere."""
-        self._cancelled.update(key for key in keys if key in self._reading)
+        self.cancelled.update(key for key in keys if key in self._reading)
         self._arrived({key: MissReason.ABSENT for key in keys if key in self.waiting})
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Promotions:
         finally:
             with self._changed:
                 self._reading.difference_update(keys)
-                self._cancelled.difference_update(keys)
+                self.cancelled.difference_update(keys)
                 self._arrived(outcome)
 
     def _still_wanted(self, keys: list[bytes]) -> list[bytes]:
@@ -245,8 +246,8 @@ class Promotions:
         above = self._lower[: self._lower.index(tier)]
         fills = [s for t in above if (s := self._spillers[t.name]).fills_from_below]
         with self._changed:  # a delete either sees these pages here, or is seen
-            gone = [(key, slot) for key, slot, _ in pages if key in self._cancelled]
-            pages = [page for page in pages if page[0] not in self._cancelled]
+            gone = [(key, slot) for key, slot, _ in pages if key in self.cancelled]
+            pages = [page for page in pages if page[0] not in self.cancelled]
             keys, slots = [k for k, _, _ in pages], [s for _, s, _ in pages]
             if pages:
                 self._host.commit_many(keys, slots, [m for _, _, m in pages], sum(s.bit for s in fills))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.abc.tier import SLOT_ALIGN, PutItem, PutStatus, StagingTier, Tier
+from kvtier.abc.tier import PutItem, PutStatus, StagingTier, Tier
 from kvtier.errors import ClosedError
 from kvtier.ledger import Ledger
 from kvtier.placement import Admission, TierRules, Write
@@ -15,8 +15,8 @@ from kvtier.workers import WorkerPool
 
 _BATCH = 16
 _GATHER = 256
-_CLEAN_SHARE = 32
-"""One part in so many of the host tier is kept free of pages that must be written back before they can make room."""
+_AHEAD_SHARE = 64
+"""Pages are written back whenever one part in so many of the host tier was stored: half of what goes soon."""
 _STUCK_S = 5.0
 _OFFERED_MAX = 65536
 
@@ -44,7 +44,8 @@ class Spiller:
         self._host = host
         self._ledger = ledger
         self._freed = freed
-        self._limit_bytes = 0
+        self._stored = 0  # since pages were last written back
+        self._due = 1
         self._lock = threading.Lock()
         self._queued = False  # a turn of writing back
         self._wanted = False  # room, although less than the limit must be written
@@ -77,7 +78,8 @@ class Spiller:
         if not keys or self.rules.write is Write.NONE:
             return
         if self.rules.write is Write.BACK:
-            if self._host.unwritten_bytes > self._limit():
+            self._stored += len(keys)  # two threads may lose a count: it says about when
+            if self._stored >= self._due:
                 self._write_some_back()
         elif not self._pool.submit(partial(self._write, list(keys))):
             self._let_go(keys)
@@ -132,7 +134,7 @@ class Spiller:
     def flush(self) -> None:
         """Queue the writing of everything that the tier is to have and has not."""
         if self.rules.write is Write.BACK:
-            self._pool.submit(partial(self._write_back, everything=True))
+            self._pool.submit(self._write_everything)
 
     def drain(self, timeout_s: float | None) -> bool:
         return self._pool.drain(timeout_s)
@@ -146,12 +148,6 @@ class Spiller:
     def _ended(self) -> bool:
         return self._stopped
 
-    def _limit(self) -> int:
-        if not self._limit_bytes:
-            capacity = self._host.usage().capacity_bytes
-            self._limit_bytes = capacity - max(capacity // _CLEAN_SHARE, SLOT_ALIGN)
-        return self._limit_bytes
-
     def _write_some_back(self) -> None:
         with self._lock:
             if self._queued:
@@ -161,24 +157,29 @@ class Spiller:
             self._give_up()
 
     def _turn(self) -> None:
+        """Write what is about to leave host memory; where there was no room, something in any case."""
         with self._lock:
             self._queued = False
-        self._write_back(everything=False)
+            wanted, self._wanted = self._wanted, False
+        usage = self._host.usage()
+        self._stored, self._due = 0, max(1, usage.resident_pages // _AHEAD_SHARE)
+        soon_bytes = usage.used_bytes // _AHEAD_SHARE * 2
+        if not wanted and usage.capacity_bytes - usage.used_bytes > soon_bytes:
+            return
+        keys = self._host.unwritten(self.bit, _GATHER, soon=True)
+        if wanted and not keys:
+            keys = self._host.unwritten(self.bit, _BATCH)
+        self._write_all(keys)
 
-    def _write_back(self, *, everything: bool) -> None:
-        while not self._ended():
-            with self._lock:
-                wanted, self._wanted = self._wanted, False
-            if not (everything or wanted or self._host.unwritten_bytes > self._limit()):
-                return
-            # On a close there may not be time for all: what was used last is written first.
-            keys = self._host.unwritten(self.bit, _GATHER, last_first=everything)
-            if not keys:
-                return
-            for at in range(0, len(keys), _BATCH):
+    def _write_everything(self) -> None:
+        # On a close there may not be time for all: what was used last is written first.
+        while not self._ended() and (keys := self._host.unwritten(self.bit, _GATHER, last_first=True)):
+            self._write_all(keys)
+
+    def _write_all(self, keys: list[bytes]) -> None:
+        for at in range(0, len(keys), _BATCH):
+            if not self._ended():
                 self._write(keys[at : at + _BATCH])
-                if self._ended() or not (everything or self._host.unwritten_bytes > self._limit()):
-                    break
 
     def _admit(self, keys: list[bytes]) -> None:
         with self._lock:
@@ -192,9 +193,7 @@ class Spiller:
             there = self.tier.contains_many(new)
             new = [key for key, has in zip(new, there, strict=True) if not has]
         self._host.expect_writing(new, self.bit)
-        if self.rules.write is Write.BACK:
-            self._write_back(everything=False)
-        else:
+        if self.rules.write is Write.THROUGH:
             self._write(new)
 
     def _forget_offers(self, keys: Sequence[bytes]) -> None:

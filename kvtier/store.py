@@ -151,7 +151,15 @@ class TieredStore:
         """Host slots to fill, or why not. With `wait_s` it waits that long for pages being spilled to become evictable:
         for worker threads only. Every Slot must be given to `commit` or `abort`."""
         self._check_open()
-        return self._room.reserve(keys, nbytes, wait_s)
+        # A slot in which a deleted page arrives says that there is such a page, and then vanishes.
+        vanishing = set(self._promotions.cancelled) if self._promotions.cancelled else ()
+        answers = self._room.reserve(keys, nbytes, wait_s)
+        if not vanishing:
+            return answers
+        return [
+            PutStatus.FULL if answer is PutStatus.EXISTS and key in vanishing else answer
+            for key, answer in zip(keys, answers, strict=True)
+        ]
 
     def commit(self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta]) -> None:
         """Publish filled slots, and have them written to the lower tiers in the background. Metas that no tier can keep

@@ -239,13 +239,10 @@ class StagingTier(Tier):
         """The pages in these pinned slots were offered to those tiers."""
 
     @abstractmethod
-    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False) -> list[bytes]:
-        """Up to `limit` pages that must still be offered to one of `tiers`, the next to be evicted first (or last)."""
-
-    @property
-    @abstractmethod
-    def unwritten_bytes(self) -> int:
-        """Memory in use by pages that may not be evicted yet, because they must be offered to a lower tier."""
+    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False, soon: bool = False) -> list[bytes]:
+        """Up to `limit` pages that must still be offered to one of `tiers`, the next to be evicted first (or last).
+        soon: only among those whose turn comes soon, a 32nd of all; how many pages between them need no writing does
+        not matter."""
 
     @abstractmethod
     def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:

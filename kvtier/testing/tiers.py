@@ -607,17 +607,17 @@ class StagingTierTests(TierTests):
         keys = [key_of(n) for n in range(fits)]
         tier.expect_writing([*keys, key_of(2000)], 0b10)
         tier.expect_writing(keys[:2], 0b01)
-        slot_bytes = -(-PAGE_BYTES // 4096) * 4096
-        assert tier.unwritten_bytes == fits * slot_bytes
         assert put(tier, [1000]) == [PutStatus.FULL]
         assert tier.unwritten(0b01, 9) == keys[:2] and tier.unwritten(0b10, 2, last_first=True) == keys[:-3:-1]
         held = tier.hold_many(keys[:3])
         tier.written(held, 0b10)
         tier.unpin_many(held)
-        assert tier.unwritten_bytes == (fits - 1) * slot_bytes, "the first two wait for the other tier, too"
+        soon = tier.unwritten(0b10, fits, soon=True)
+        assert soon == keys[3 : 3 + len(soon)] and 0 < len(soon) <= fits // 2
+        # The first two wait for the other tier, too.
         assert put(tier, [1000]) == [PutStatus.STORED]
         assert resident(tier, [0, 1, 2, 3]) == [0, 1, 3]
-        assert tier.delete_many(keys) == fits - 1 and tier.unwritten_bytes == 0
+        assert tier.delete_many(keys) == fits - 1 and not tier.unwritten(0b11, 1)
         check_counters(tier)
 
     def test_a_page_may_be_committed_as_one_to_be_written_below(self, tier: StagingTier) -> None:
@@ -629,7 +629,7 @@ class StagingTierTests(TierTests):
         assert tier.unwritten(0b100, 1) == [item.key] and not tier.unwritten(0b011, 1)
         tier.written([slot.id], 0b100)
         tier.unpin_many([slot.id])
-        assert tier.unwritten_bytes == 0
+        assert not tier.unwritten(0b111, 1)
 
     def test_letting_go_too_often_is_refused(self, tier: StagingTier) -> None:
         (slot,) = self.fill(tier, [1])

@@ -123,13 +123,9 @@ class HostTier(StagingTier):
         with self._lock:
             self._table.let_go(ids, tiers)
 
-    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False) -> list[bytes]:
+    def unwritten(self, tiers: int, limit: int, *, last_first: bool = False, soon: bool = False) -> list[bytes]:
         with self._gate, self._lock:
-            return self._table.kept(tiers, limit, last_first=last_first)
-
-    @property
-    def unwritten_bytes(self) -> int:
-        return self._table.kept_bytes
+            return self._table.kept(tiers, limit, last_first=last_first, soon=soon)
 
     def pinned_many(self, ids: Sequence[int]) -> list[tuple[Slot, PageMeta]]:
         with self._lock:

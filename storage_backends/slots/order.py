@@ -99,6 +99,30 @@ class Order(ABC):
         found: list[int] = (self._rows.lanes[rows] // 2 + PRIORITY_MIN).tolist()
         return found
 
+    def priority(self, row: int) -> int:
+        return self._rows.lane[row] // 2 + PRIORITY_MIN
+
+    def soon(self, count: int) -> npt.NDArray[np.int64]:
+        """int64: about `count` rows that go before others, pinned and kept ones among them."""
+        r, there = self._rows, self._rows.count
+        live, found = r.states[:there] == LIVE, 0
+        chosen = []
+        for lane in [lane for lane, members in enumerate(self._members) if members]:
+            rows = np.flatnonzero(live & (r.lanes[:there] == lane))
+            rows = rows[self._may_go(lane, rows)]
+            if count < len(rows):
+                rows = rows[np.argpartition(r.stamps[rows], count)[:count]]
+            chosen.append(rows)
+            found += len(rows) if lane % 2 else 0  # a small lane goes together with its main one
+            if found >= count:
+                break
+        return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+
+    def _may_go(self, lane: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rows of a lane go when their turn comes, and do not get another one."""
+        del lane
+        return np.ones(len(rows), np.bool_)
+
     def _place(self, row: int, lane: int) -> None:
         """Put a row, which is in no lane, at the far end of one."""
         self._clock += 1
@@ -210,6 +234,10 @@ class S3FifoOrder(Order):
         there = sum(self._members) + 1
         if len(self._ghosts) > min(there - max(1, there // 10), _GHOSTS_MAX):
             del self._ghosts[next(iter(self._ghosts))]
+
+    def _may_go(self, lane: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        may: npt.NDArray[np.bool_] = self._rows.uses[rows] <= (0 if lane % 2 else 1)
+        return may
 
     def victims(self) -> Iterator[int]:
         passed: set[int] = set()

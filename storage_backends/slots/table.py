@@ -38,7 +38,11 @@ from kvtier.storage_backends.slots.order import Age, LruOrder, Order
 from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
 
 _ORIGIN_MAX_BYTES = 255
+_FEW = 4  # rows below which the same holds though all of their fields are asked for
 _MANY = 32  # rows from which whole columns are faster than one row after the other
+_SOON_SHARE = 32
+_SOON_MIN = 16
+"""Pages that would make room soon: one part in so many, at least so many, at most half."""
 _PROTECTED = 1 << 7
 """The bit of a row's `keep` that says: not to be evicted, because somebody asked so."""
 
@@ -77,8 +81,6 @@ class SlotTable:
         self._counts = dict.fromkeys(Removal, 0)
         self._probes = 0
         self.used_bytes = 0
-        self.kept_bytes = 0
-        """Bytes of the slots whose pages may not make room, pins left out."""
         self.recovered_pages = 0
         self.stored_pages = 0
 
@@ -135,8 +137,7 @@ class SlotTable:
         self._live[key] = row
         self._rows.state[row] = LIVE
         self._order.insert(row, key, priority)
-        if keep:
-            self._keep(row, keep)
+        self._rows.keep[row] = keep
         if key.startswith(PROBE_PREFIX):
             self._probes += 1
         else:
@@ -171,7 +172,13 @@ class SlotTable:
         found = self.find(keys)
         present = np.array([row for row in found if row >= 0] if -1 in found else found, np.int64)
         if len(present):
-            np.add.at(self._rows.pins, present, 1)
+            if len(found) < _MANY:
+                pin = self._rows.pin
+                for row in found:
+                    if row >= 0:
+                        pin[row] += 1
+            else:
+                np.add.at(self._rows.pins, present, 1)
             if use:
                 self._order.use(present)
         return found
@@ -245,24 +252,25 @@ class SlotTable:
         are."""
         rows = [row for row in self.find(keys) if row >= 0]
         for row in rows:
-            self._keep(row, bits)
+            self._rows.keep[row] |= bits
         return len(rows)
 
     def let_go(self, rows: Sequence[int], bits: int) -> None:
         """Clear `bits` of rows."""
         keep = self._rows.keep
         for row in rows:
-            if keep[row] & bits:
-                keep[row] &= ~bits & 0xFF
-                if not keep[row]:
-                    self.kept_bytes -= slot_bytes_of(self._rows.nbytes[row])
+            keep[row] &= ~bits & 0xFF
         self._changes += 1
 
-    def kept(self, bits: int, limit: int, *, last_first: bool = False) -> list[bytes]:
+    def kept(self, bits: int, limit: int, *, last_first: bool = False, soon: bool = False) -> list[bytes]:
         """Keys of up to `limit` published pages with one of `bits` set, in the order in which they would make room, or
-        in the opposite one."""
+        in the opposite one. soon: only among the pages that would make room before others."""
         count = self._rows.count
-        rows = np.flatnonzero((self._rows.keeps[:count] & bits != 0) & (self._rows.states[:count] == LIVE))
+        if soon:
+            rows = self._order.soon(max(1, min(max(_SOON_MIN, len(self._live) // _SOON_SHARE), len(self._live) // 2)))
+            rows = rows[self._rows.keeps[rows] & bits != 0]
+        else:
+            rows = np.flatnonzero((self._rows.keeps[:count] & bits != 0) & (self._rows.states[:count] == LIVE))
         ranks = self._order.ranks(rows)
         if last_first:
             ranks = -ranks
@@ -279,12 +287,6 @@ class SlotTable:
         self.let_go(rows, _PROTECTED)
         return len(rows)
 
-    def _keep(self, row: int, bits: int) -> None:
-        keep = self._rows.keep
-        if not keep[row]:
-            self.kept_bytes += slot_bytes_of(self._rows.nbytes[row])
-        keep[row] |= bits
-
     # ---- removing
 
     def remove(self, key: bytes, why: Removal) -> bool:
@@ -293,8 +295,7 @@ class SlotTable:
         if row < 0:
             return False
         self._order.remove(row, key, evicted=why is Removal.EVICTED)
-        if self._rows.keep[row]:
-            self.let_go((row,), 0xFF)
+        self._rows.keep[row] = 0
         if key.startswith(PROBE_PREFIX):
             self._probes -= 1
         else:
@@ -358,6 +359,8 @@ class SlotTable:
 
     def describe(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[Slot, PageMeta]]:
         """What lies in pinned rows, and where."""
+        if len(rows) < _FEW:
+            return [(self.slot(row), self._meta(row)) for row in map(int, rows)]
         wanted = np.asarray(rows, np.int64)
         # Straight from tuples: named construction would take most of the time.
         specs, origin, new = self._specs, self._origins.get, tuple.__new__
@@ -371,6 +374,11 @@ class SlotTable:
                 wanted.tolist(), priorities, self._rows.fixed[wanted].tolist(), strict=True
             )
         ]
+
+    def _meta(self, row: int) -> PageMeta:
+        r, spec = self._rows, self._specs[self._rows.spec[row]]
+        origin, priority = self._origins.get(row, b""), self._order.priority(row)
+        return PageMeta(r.nbytes[row], r.form[row], r.valid_tokens[row], r.checksum(row), spec, origin, priority)
 
     def _expect(self, row: int, state: int) -> None:
         if not 0 <= row < self._rows.count or self._rows.state[row] != state:
