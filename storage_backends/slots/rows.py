@@ -93,6 +93,10 @@ class Rows:
         at = row * FIXED.itemsize + _CHECKSUM_AT
         self._raw[at : at + CHECKSUM_BYTES] = checksum
 
+    def checksum(self, row: int) -> bytes:
+        at = row * FIXED.itemsize + _CHECKSUM_AT
+        return bytes(self._raw[at : at + CHECKSUM_BYTES])
+
     def _resize(self, size: int) -> None:
         fixed = np.zeros(size, FIXED)
         extents = np.zeros(size, np.int64)

@@ -38,8 +38,8 @@ from kvtier.storage_backends.slots.order import Age, LruOrder, Order
 from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
 
 _ORIGIN_MAX_BYTES = 255
-_FEW = 4  # rows below which the same holds though all of their fields are asked for
 _MANY = 32  # rows from which whole columns are faster than one row after the other
+_FEW = 4  # the same where all of their fields are asked for
 _SOON_SHARE = 32
 _SOON_MIN = 16
 """Pages that would make room soon: one part in so many, at least so many, at most half."""
