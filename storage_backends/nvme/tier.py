@@ -8,7 +8,6 @@ underneath, the answer is the right bytes or a counted miss.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -37,10 +36,11 @@ from kvtier.errors import ConfigError, SpecError, TierPathError
 from kvtier.keys import checksum
 from kvtier.storage_backends.nvme.aligned import BouncePool, extended, is_aligned
 from kvtier.storage_backends.nvme.device import Device
-from kvtier.storage_backends.nvme.directory import PROBE, TierDirectory
+from kvtier.storage_backends.nvme.directory import TierDirectory
 from kvtier.storage_backends.nvme.health import Health
 from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.metrics import NvmeCollector
+from kvtier.storage_backends.nvme.probe import PROBE_BYTES, try_writing
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
 from kvtier.storage_backends.nvme.workers import Workers
@@ -58,7 +58,6 @@ _PROBE_S = 0.4
 _SEGMENT_BYTES = 256 << 20
 _SEGMENTS_MAX = 256
 _CHUNK_MAX = 8
-_PROBE_BYTES = 64 << 10
 _UNREAD_MAX = 3
 
 T = TypeVar("T")
@@ -449,22 +448,11 @@ class NvmeTier(Tier):
         return True
 
     def _probe(self) -> None:
-        """Raise OSError where the device still fails: writes what waits for the log, and a file of its own that it
-        reads again; reads the first segment."""
+        """Raise OSError where the device still fails. Writes what waits for the log, too."""
         self._index.flush(self._index.queued)
-        path = self.path / PROBE
-        fd = self._device.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            with self._bounce.buffer(_PROBE_BYTES) as buffer:
-                _zero(buffer)
-                if self._device.write(fd, buffer, 0) < _PROBE_BYTES:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._device.sync(fd)
-                self._device.read(fd, buffer, 0)
-                self._segments.read(0, buffer[:SLOT_ALIGN])
-        finally:
-            self._device.close(fd)
-            self._device.unlink(path)
+        with self._bounce.buffer(PROBE_BYTES) as buffer:
+            try_writing(self._device, self.path, buffer)
+            self._segments.read(0, buffer[:SLOT_ALIGN])
 
     def _compact_where_due(self) -> None:
         if not self._index.wants_compaction:
