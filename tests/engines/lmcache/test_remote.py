@@ -38,7 +38,7 @@ def config(folder: Path | None, **options: Any) -> Any:
 class Engine:
     """One worker's connector, its event loop, and its memory."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: Any, url: str = "plugin://kvtier") -> None:
         import torch
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.connector import CreateConnector
@@ -58,9 +58,7 @@ class Engine:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.memory = LocalCPUBackend(settings, self.metadata)
-        self.connector = CreateConnector(
-            "plugin://kvtier", self.loop, self.memory, settings, self.metadata, plugin_name="kvtier"
-        )
+        self.connector = CreateConnector(url, self.loop, self.memory, settings, self.metadata, plugin_name="kvtier")
 
     def run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
@@ -84,15 +82,24 @@ class Engine:
     def values(self, item: Any) -> Any:
         return item.get_tensor(0).clone()
 
-    def close(self) -> None:
+    def close(self, *, connector: bool = True) -> None:
+        """connector: whether that is closed too. LMCache's own Redis connector waits for itself there."""
         if self.loop.is_closed():
             return
-        self.run(self.connector.close())
+        if connector:
+            self.run(self.connector.close())
+        self.run(self._end_tasks())
         self.memory.close()
         self.run(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10.0)
         self.loop.close()
+
+    async def _end_tasks(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 @pytest.fixture
