@@ -25,7 +25,7 @@ from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle
 from kvtier.errors import KVTierError, missing_extra
 from kvtier.keys import checksum
 from kvtier.storage_backends.redis.options import Address, RedisOptions
-from kvtier.testing.redis_servers import free_port
+from kvtier.testing.redis_servers import find_server, free_port
 
 BLOCK_BYTES = 1 << 20
 ROUNDS = 25
@@ -226,8 +226,11 @@ def _serve_command(path: Path, capacity: int) -> list[str]:
 
 
 def _redis_command(folder: Path, path: Path, port: int = 0) -> list[str]:
+    binary = find_server("redis")
+    if binary is None:
+        raise KVTierError("there is no redis-server to compare with: apt-get install redis-server")
     return [
-        "redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path),
+        binary, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path),
         "--save", "", "--appendonly", "no", "--dir", str(folder),
     ]  # fmt: skip
 
@@ -238,7 +241,7 @@ def _process(path: Path, command: list[str]) -> Iterator[int]:
     try:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except FileNotFoundError:
-        raise KVTierError(f"{command[0]} is not installed: apt-get install redis-server") from None
+        raise KVTierError(f"{command[0]} cannot be started") from None
     try:
         give_up = time.monotonic() + _START_S
         while not _listens(path):

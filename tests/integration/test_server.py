@@ -778,7 +778,7 @@ def test_a_client_without_the_certificate_that_is_asked_for_is_turned_away(tmp_p
 
 
 def test_the_bench_runs_and_tells_all_fields() -> None:
-    if shutil.which("redis-server") is None:
+    if find_server("redis") is None:
         pytest.skip("no redis-server: apt-get install redis-server")
     from kvtier.cli.bench_server import run
 
