@@ -57,8 +57,13 @@ const uint16_t* coded_head(const FormKernels& kernels, const FormPart& part, int
   const BufferPlan& b = part.plan;
   const bool as_it_is = item_bytes(b) == 2 && b.token_stride == b.dim * 2 && reinterpret_cast<uintptr_t>(part.page) % 2 == 0;
   if (as_it_is) return reinterpret_cast<const uint16_t*>(row_of(part, head, 0));
-  for (int64_t t = 0; t < part.tokens; ++t)
-    kernels.code16(row_of(part, head, t), b.dim, dtype_of(b), b.fp8_scale(), scratch.coded.data() + t * b.dim);
+  for (int64_t t = 0; t < part.tokens; ++t) {
+    const uint8_t* row = row_of(part, head, t);
+    // Encoders of the other codings fetch for themselves.
+    if (part.ahead && Coding(b.coding) == Coding::kNvfp4)
+      for (int64_t at = 0; at < b.dim * item_bytes(b); at += 64) __builtin_prefetch(row + part.ahead + at, 0, 2);
+    kernels.code16(row, b.dim, dtype_of(b), b.fp8_scale(), scratch.coded.data() + t * b.dim);
+  }
   return scratch.coded.data();
 }
 
@@ -126,10 +131,15 @@ void encode_tokens(const FormPart& part, const CodedKernels& coded, const uint16
 
 uint16_t fp8_amax(const FormPart& part) {
   const FormKernels& kernels = *row_kernels().forms;
+  const BufferPlan& b = part.plan;
+  // In the order of memory, which is read here for the first time.
+  const bool token_major = b.head_stride < b.token_stride;
+  const int64_t outer = token_major ? part.tokens : b.heads, inner = token_major ? b.heads : part.tokens;
   uint8_t most = 0;
-  for (int64_t h = 0; h < part.plan.heads; ++h)
-    for (int64_t t = 0; t < part.tokens; ++t) most = std::max(most, kernels.amax8(row_of(part, h, t), part.plan.dim));
-  return most == 0x7F ? 0x7E00 : fp8_values(part.plan.fp8_scale()).half[most];
+  for (int64_t o = 0; o < outer; ++o)
+    for (int64_t i = 0; i < inner; ++i)
+      most = std::max(most, kernels.amax8(token_major ? row_of(part, i, o) : row_of(part, o, i), b.dim));
+  return most == 0x7F ? 0x7E00 : fp8_values(b.fp8_scale()).half[most];
 }
 
 bool encode_form(const FormPart& part, uint8_t* cold) {

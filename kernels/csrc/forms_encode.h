@@ -12,6 +12,20 @@ KVTIER_INLINE void fetch(Soon& soon, int64_t bytes) {
   }
 }
 
+#if defined(KVTIER_HAVE_AVX2) && !defined(KVTIER_HAVE_AVX512)
+// Eight values: those that lie four apart share a lane, each in half of it.
+KVTIER_INLINE W nibbles_of_eight(const F* sums, const F* signed_by) {
+  __m256i word = _mm256_setzero_si256();
+  for (int e = 3; e >= 0; --e) {
+    const __m256i code = _mm256_blend_epi16(__m256i(sums[e]), _mm256_slli_epi32(__m256i(sums[e + 4]), 16), 0xAA);
+    const __m256i sign = _mm256_blend_epi16(_mm256_srli_epi32(__m256i(signed_by[e]), 16), __m256i(signed_by[e + 4]), 0xAA);
+    const __m256i nibble = _mm256_or_si256(_mm256_and_si256(code, _mm256_set1_epi16(7)),
+                                           _mm256_and_si256(_mm256_srli_epi16(sign, 12), _mm256_set1_epi16(8)));
+    word = _mm256_or_si256(_mm256_slli_epi16(word, 4), nibble);
+  }
+  return W(word);
+}
+#else
 template <int e>
 KVTIER_INLINE W add_nibble(W word, F sum, F signed_by) {
   const W nibble = merged<kNibbleSign>(W(sum), W(signed_by) >> 28);
@@ -23,9 +37,12 @@ KVTIER_INLINE W nibbles_of(const F* sums, const F* signed_by, std::integer_seque
   ((word = add_nibble<e>(word, sums[e], signed_by[e])), ...);
   return word;
 }
+KVTIER_INLINE W nibbles_of_eight(const F* sums, const F* signed_by) {
+  return nibbles_of(sums, signed_by, std::make_integer_sequence<int, 8>{});
+}
+#endif
 KVTIER_INLINE Nibbles nibbles_of(const F* sums, const F* signed_by) {
-  using Eight = std::make_integer_sequence<int, 8>;
-  return {nibbles_of(sums, signed_by, Eight{}), nibbles_of(sums + 8, signed_by + 8, Eight{})};
+  return {nibbles_of_eight(sums, signed_by), nibbles_of_eight(sums + 8, signed_by + 8)};
 }
 
 KVTIER_INLINE F amax_of(const F* column) {
