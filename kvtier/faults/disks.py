@@ -253,7 +253,7 @@ def _small_disk(trial: Trial) -> Iterator[Path | None]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def _fill(disk: Path) -> Path:
