@@ -9,13 +9,12 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvtier.abc.tier import TierUsage
-from kvtier.cli.top import Client, figures
+from kvtier.cli.top import Client, figures, token_of
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.ghosts import Ghosts
@@ -210,7 +209,7 @@ def test_names_that_others_made_point_here_are_refused(server: HttpExporter) -> 
         assert get(server.port, "/api/status", {"Host": host})[0] == expected, host
 
 
-def test_the_page_is_behind_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_behind_the_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     registry = ledger_with_usage().registry
     with HttpExporter(registry, HttpOptions(port=0), page=StatusPage(registry)) as server:
@@ -227,6 +226,11 @@ def test_the_page_is_behind_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
             assert get(server.port, "/api/status", headers | {"Host": "kvtier.example"})[0] == 200
         assert get(server.port, "/", {"Authorization": "Basic ?"})[0] == 401
         assert get(server.port, "/livez")[0] == 200
+        monkeypatch.delenv(TOKEN_VARIABLE)
+        (tmp_path / "token").write_text("s3cret\n")
+        assert Client(server.url, token_of(tmp_path / "token")).status()["version"]
+        with pytest.raises(KVTierError, match="needs a token"):
+            Client(server.url, token_of(None)).status()
 
 
 # ---- the terminal
@@ -239,33 +243,10 @@ def test_top_shows_the_same(server: HttpExporter) -> None:
         "used_bytes": 250, "capacity_bytes": 1000, "pages": 5, "hit_share": 0.0, "in_bytes_per_s": 0.0,
         "out_bytes_per_s": 0.0, "evicted_pages": 0.0,
     }  # fmt: skip
-    with pytest.raises(KVTierError, match="needs a token"):
-        answers(401, b"")
     with pytest.raises(KVTierError, match="is there a kvtier behind it"):
         Client(server.url + "/nothing").status()
     with pytest.raises(ConfigError, match="must be a URL"):
         Client("ftp://x")
-
-
-def answers(status: int, body: bytes) -> Any:
-    """What a client makes of an answer."""
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as other:
-        thread = threading.Thread(target=other.handle_request)
-        thread.start()
-        try:
-            return Client(f"127.0.0.1:{other.server_port}").status()
-        finally:
-            thread.join(30)
 
 
 def test_top_reckons_over_what_the_server_remembers() -> None:
