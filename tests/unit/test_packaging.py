@@ -76,7 +76,7 @@ def test_environment_pins_are_allowed_by_the_extras() -> None:
         if "==" in line
     )
     for requirement in importlib.metadata.requires("kvtier") or []:
-        parts = re.match(r"([\w-]+)(?:\[[^]]*\])?\s*(==|>=)?\s*([\d.]+)?", requirement)
+        parts = re.match(r"([\w-]+)(?:\[[^]]*\])?\s*(==|>=)?\s*([\w.]+)?", requirement)
         assert parts, requirement
         name, operator, version = parts[1].lower(), parts[2], parts[3]
         if name in {"kvtier"}:
