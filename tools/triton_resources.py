@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that need not be there, and say what each takes: registers, stack, local memory.
 
-    python tools/triton_resources.py [--arch 80,90] [--only TEXT] [--json]
+    python tools/triton_resources.py [--arch 80,90] [--only PATTERN] [--json]
 
 A kernel that spills has a stack frame or local memory; one that fuses or flushes would change bytes. Both end in exit
 status 1. Needs triton, no GPU. Run by `tests/unit/test_triton_compile.py`.
@@ -171,13 +171,13 @@ def line(got: Resources) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="compute capabilities, such as 80,90")
-    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--only", default="", help="kernels whose name this pattern matches")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     bad = 0
     with tempfile.TemporaryDirectory(prefix="kvtier-triton-") as folder:
         for kernel in kernels():
-            if options.only not in kernel.name:
+            if not re.search(options.only, kernel.name):
                 continue
             for arch in map(int, options.arch.split(",")):
                 got = compile_kernel(kernel, arch, Path(folder))
