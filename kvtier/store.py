@@ -18,7 +18,6 @@ from functools import partial
 
 from kvtier.abc.tier import (
     LENGTH_UNKNOWN,
-    SLOT_ALIGN,
     PageMeta,
     PutStatus,
     Removal,
@@ -34,6 +33,7 @@ from kvtier.lookup import UNPINNED, Lookup
 from kvtier.observe import Observer
 from kvtier.placement import TierRules
 from kvtier.promotion import Promotions
+from kvtier.protection import Protection
 from kvtier.room import Room
 from kvtier.spill import Spiller
 from kvtier.workers import WorkerPool
@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 _TIER_CLOSE_S = 0.5
 _REMEMBERED_EVICTIONS = 65536
 _LOWER_TIERS_MAX = 7
-_PROTECTED_SHARE = 2
-"""Pages that are protected from eviction may take one part in so many of the host tier."""
 
 
 class TieredStore:
@@ -98,7 +96,7 @@ class TieredStore:
         self._evicted: dict[bytes, float] = {}  # when; seconds of the monotonic clock
         self._evicted_lock = threading.Lock()
         self._deleting: Counter[bytes] = Counter()  # lower tiers that still have to delete a page
-        self._protected: dict[bytes, int] = {}  # bytes in the host tier
+        self._protection = Protection(host, lower)
         self._closed = False
         self._room = Room(host, self._make_evictable)
         self._spillers = {
@@ -171,8 +169,7 @@ class TieredStore:
         except SpecError:
             self.abort(keys, slots)
             raise
-        if self._protected and (here := [key for key in keys if key in self._protected]):
-            self.host.protect_many(here, True)
+        self._protection.stored(keys)
         again = [key for key in keys if key in self._evicted] if self._used_bits else []
         if again:  # it was here before and left: this is its second use
             self.host.expect_writing(again, self._used_bits)
@@ -192,8 +189,7 @@ class TieredStore:
             if self._spillers and not self._closed:
                 for key in keys:
                     self._deleting[key] += len(self._spillers)
-            for key in keys if self._protected else ():
-                self._protected.pop(key, None)
+            self._protection.forget(keys)
             self._promotions.cancel(keys)
         with self._evicted_lock:
             for key in keys:
@@ -218,28 +214,12 @@ class TieredStore:
     def protect(self, keys: Sequence[bytes]) -> list[bool]:
         """Keep pages from being evicted from the local tiers that have them, until `unprotect` or the end of the
         process; which of them are. Not those that no tier here has, nor what exceeds half of the host tier."""
-        limit = self.host.usage().capacity_bytes // _PROTECTED_SHARE
-        done = []
         with self._lock:
-            for key in keys:
-                tiers = [t for t in (self.host, *self.lower) if not t.capabilities.shared]
-                nbytes = max(t.length_many([key])[0] for t in tiers)
-                nbytes = -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
-                fits = key in self._protected or sum(self._protected.values()) + nbytes <= limit
-                done.append(nbytes > 0 and fits and key not in self._deleting)
-                if done[-1]:
-                    self._protected[key] = nbytes
-                    for tier in tiers:
-                        tier.protect_many([key], True)
-        return done
+            return self._protection.add(keys, self._deleting)
 
     def unprotect(self, keys: Sequence[bytes]) -> None:
         """Pages may make room again, like any other."""
-        with self._lock:
-            for key in keys:
-                self._protected.pop(key, None)
-        for tier in (self.host, *self.lower):
-            tier.protect_many(keys, False)
+        self._protection.end(keys)
         self._room.freed()
 
     def flush(self, timeout_s: float | None = None) -> bool:

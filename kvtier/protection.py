@@ -1,0 +1,54 @@
+"""Pages that somebody asked to keep: they do not make room for others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Sequence
+
+from kvtier.abc.tier import SLOT_ALIGN, StagingTier, Tier
+
+_SHARE = 2
+"""They may take one part in so many of the host tier."""
+
+
+class Protection:
+    """Of the pages of one store, in its local tiers. All methods may be called from any thread."""
+
+    def __init__(self, host: StagingTier, lower: Sequence[Tier]) -> None:
+        self._host = host
+        self._tiers = [host, *(tier for tier in lower if not tier.capabilities.shared)]
+        self._limit_bytes = host.usage().capacity_bytes // _SHARE
+        self._lock = threading.Lock()
+        self._bytes: dict[bytes, int] = {}  # in the host tier, by page
+
+    def add(self, keys: Sequence[bytes], except_for: Container[bytes]) -> list[bool]:
+        """Which of the pages are protected now: those that a tier has, as far as the limit allows."""
+        done = []
+        with self._lock:
+            for key in keys:
+                nbytes = -(-max(tier.length_many([key])[0] for tier in self._tiers) // SLOT_ALIGN) * SLOT_ALIGN
+                fits = key in self._bytes or sum(self._bytes.values()) + nbytes <= self._limit_bytes
+                done.append(nbytes > 0 and fits and key not in except_for)
+                if done[-1]:
+                    self._bytes[key] = nbytes
+                    for tier in self._tiers:
+                        tier.protect_many([key], True)
+        return done
+
+    def end(self, keys: Sequence[bytes]) -> None:
+        """Pages may make room again."""
+        self.forget(keys)
+        for tier in self._tiers:
+            tier.protect_many(keys, False)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Pages were deleted."""
+        if self._bytes:
+            with self._lock:
+                for key in keys:
+                    self._bytes.pop(key, None)
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """Pages were stored in the host tier, maybe protected ones that had left it."""
+        if self._bytes and (here := [key for key in keys if key in self._bytes]):
+            self._host.protect_many(here, True)
