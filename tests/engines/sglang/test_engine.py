@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ def block(nvme: Path, **more: Any) -> dict[str, Any]:
         {"type": "nvme", "path": str(nvme), "capacity": "256MiB"},
     ]
     # No test here is about the deadline: a machine that stalls for some seconds must not look like a lost page.
-    return {"tiers": tiers, "kv_cache_compression_config": [RAW], "promote_deadline": "60s", **more}
+    return {"tiers": tiers, "kv_cache_compression_config": [RAW], "promote_deadline": "60s", "debug": True, **more}
 
 
 @pytest.fixture
@@ -89,6 +91,9 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     hits = sum(v for k, v in metrics.items() if k.startswith("kvtier_hits_total"))
     misses = sum(v for k, v in metrics.items() if k.startswith("kvtier_misses_total"))
     assert metrics["kvtier_lookups_total"] == hits + misses
+    assert metrics["kvtier_accounting_violations_total"] == 0
+    with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/api/status", timeout=10) as answer:
+        assert 0 < json.load(answer)["ghosts"]["lookups"] <= metrics["kvtier_lookups_total"]
     assert metrics['kvtier_errors_total{site="engine"}'] == 0
     assert engine.one("still", asked)["ids"] == cold["ids"]
 
