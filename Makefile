@@ -1,4 +1,4 @@
-# Every target makes what it needs. Environments: tools/venv.sh, tools/env-sglang.sh.
+# Every target makes what it needs. Environments: tools/venv.sh, tools/env-engine.sh.
 
 PYTHON ?= python3
 KVTIER_CACHE ?= $(HOME)/.cache/kvtier
@@ -19,11 +19,12 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang demo-sglang triton-check test-gpu test-native test-long bench clean
+.PHONY: help demo test lint types package-check test-sglang test-lmcache demo-sglang triton-check test-gpu test-native test-long bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
-in_sglang = env=$$($(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) tools/env-sglang.sh | tail -n 1)
+# The directory of the engine $(1)'s environment.
+in_engine = env=$$($(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) tools/env-engine.sh $(1) | tail -n 1)
 
 help: ## Say what there is to make
 	@sed -nE 's/^([a-z-]+): ## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -47,10 +48,13 @@ package-check: ## Build sdist and wheel, compare them, and import from an empty 
 	@$(call in,test); "$$python" tools/package_check.py
 
 test-sglang: ## Run the tests against the real SGLang
-	@$(in_sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
+	@$(call in_engine,sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
+
+test-lmcache: ## Run the tests against the real LMCache
+	@$(call in_engine,lmcache); "$$env/bin/python" -m pytest tests/engines/lmcache $(PYTEST_ARGS)
 
 demo-sglang: ## Run the demo's sessions through the real SGLang
-	@$(in_sglang); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
+	@$(call in_engine,sglang); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)
 
 test-long: ## Kill a writer 200 times, open a million pages, torture for ten minutes (half an hour in all)
 	@$(call in,test); "$${python%/*}/kvtier" torture --seconds 0 --only kill --trials 100 $(TORTURE_ARGS); \

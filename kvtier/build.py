@@ -105,9 +105,8 @@ def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: B
     exclusive = any(isinstance(tier, LowerTierConfig) and tier.write == "back" for tier in config.tiers)
     watch = Watch(options, ledger, {t.name: t.usage for t in opened}, break_even, exclusive=exclusive)
     for tier in opened[1:]:
-        scan = getattr(tier, "scan", None)
-        if scan is not None and 0 < tier.usage().recovered_pages <= ROWS:  # of more, reading all takes seconds
-            watch.learn(scan())
+        if 0 < tier.usage().recovered_pages <= ROWS:  # of more, reading all takes seconds
+            watch.learn(tier.scan())
     return watch
 
 

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class KvtierL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LMCache has no types
+class KvtierL2AdapterConfig(L2AdapterConfigBase):
     """`adapter_params` of ``--l2-adapter``."""
 
     def __init__(self, options: AdapterOptions) -> None:
@@ -93,7 +93,7 @@ class _Waiting:
     give_up: Callable[[], object]
 
 
-class KvtierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no types
+class KvtierL2Adapter(L2AdapterInterface):
     """See the module's docstring. `config` comes from `KvtierL2AdapterConfig`."""
 
     def __init__(self, config: KvtierL2AdapterConfig, l1_memory_desc: Any = None) -> None:
@@ -136,14 +136,14 @@ class KvtierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has 
     @_guarded(bool)
     def _start_store(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
         chunks = self._chunks_of(objects)
-        there = [i for i, chunk in enumerate(chunks) if chunk is not None]
-        whole = len(there) == len(keys)
+        there = [(encode_key(key), chunk) for key, chunk in zip(keys, chunks, strict=True) if chunk is not None]
 
         def done(ok: bool, fresh: list[bool]) -> None:
-            moved = sum(chunks[i].layout.nbytes for i, new in zip(there, fresh, strict=True) if new)  # type: ignore[union-attr]
-            self._stores.finish(task, L2StoreResult(ok and whole, moved if ok and whole else 0))
+            ok = ok and len(there) == len(keys)
+            moved = sum(chunk.layout.nbytes for (_, chunk), new in zip(there, fresh, strict=True) if new)
+            self._stores.finish(task, L2StoreResult(ok, moved if ok else 0))
 
-        self._chunks.offload([encode_key(keys[i]) for i in there], [c for c in chunks if c is not None], done)
+        self._chunks.offload([key for key, _ in there], [chunk for _, chunk in there], done)
         return True
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -374,6 +374,11 @@ class KvtierL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has 
         """Count and log an exception that LMCache does not see."""
         self._chunks.ledger.error("engine")
         _log.error("kvtier: %s failed, LMCache goes on without it", where, exc_info=error)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every chunk that a lower tier is to have was written there; False on timeout. LMCache does not
+        call this."""
+        return self._chunks.store.flush(timeout_s)
 
     def close(self) -> None:
         """End all copying, answer what is open with nothing, close every tier."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.abc.codec import Codec
@@ -159,12 +160,15 @@ class ChunkStore:
         """Store chunks, of which a last one may be partial (`Chunk.tokens`); ``done(all went well, which were new)``
         follows, in a worker's thread. The memory must not change until then."""
         parts = _in_pools(chunks)
-        gather = _Gather(len(parts), lambda results: self._offloaded(results, hashes, parts, done))
-        for n, (layout, members) in enumerate(parts):
-            pool, ids = layout.pool([chunks[i] for i in members])
+        movers = [self._mover(layout) for layout, _ in parts]  # what can fail comes before the first one reads
+        pools = [layout.pool([chunks[i] for i in members]) for layout, members in parts]
+        gather: _Gather[OffloadResult] = _Gather(
+            len(parts), lambda results: self._offloaded(results, hashes, parts, done)
+        )
+        for n, ((layout, members), mover, (pool, ids)) in enumerate(zip(parts, movers, pools, strict=True)):
             valid = [chunks[i].tokens or layout.spec.page_tokens for i in members]
-            ticket = self._mover(layout).offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid)
-            ticket.then(lambda result, n=n: gather.put(n, result))  # type: ignore[misc]
+            ticket = mover.offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid)
+            ticket.then(partial(gather.put, n))
 
     def _offloaded(
         self,
@@ -202,15 +206,10 @@ class ChunkStore:
         """Load chunks `pages` (indices in `found`) into memory; ``done(those that arrived)`` follows. A chunk found bad
         leaves the tiers, and the others are loaded all the same."""
         parts = _in_pools(chunks)
-        gather = _Gather(len(parts), lambda arrived: done(set().union(*arrived)))
+        gather: _Gather[set[int]] = _Gather(len(parts), lambda arrived: done(set().union(*arrived)))
         for n, (layout, members) in enumerate(parts):
-            self._onboard(
-                found,
-                layout,
-                [pages[i] for i in members],
-                [chunks[i] for i in members],
-                lambda arrived, n=n: gather.put(n, arrived),  # type: ignore[misc]
-            )
+            wanted, memory = [pages[i] for i in members], [chunks[i] for i in members]
+            self._onboard(found, layout, wanted, memory, partial(gather.put, n))
 
     def _onboard(
         self,
@@ -220,23 +219,38 @@ class ChunkStore:
         chunks: list[Chunk],
         done: Callable[[set[int]], object],
     ) -> None:
+        """Always ends in `done`: whoever waits for the other parts waits for this one too."""
+
+        def loaded(result: OnboardResult) -> None:
+            if result.ok or not result.failed_pages:
+                done(set(pages) if result.ok else set())
+                return
+            good = [i for i, page in enumerate(pages) if page not in result.failed_pages]
+            self._drop(found.lookup, result.failed_pages)
+            self._onboard(found, layout, [pages[i] for i in good], [chunks[i] for i in good], done)
+
         if not pages:
             done(set())
             return
+        try:
+            pool, ids = layout.pool(chunks)
+            ticket = self._mover(layout).onboard(found.lookup, pool, ids, pages=pages)
+        except Exception as error:  # noqa: BLE001 - counted; nothing of this part was loaded
+            self._count("a load could not be started", error)
+            done(set())
+            return
+        ticket.then(loaded)
 
-        def loaded(result: OnboardResult) -> None:
-            if result.ok:
-                done(set(pages))
-            elif result.failed_pages:
-                good = [i for i, page in enumerate(pages) if page not in result.failed_pages]
-                keys = [found.lookup.keys[page] for page in result.failed_pages]
-                self.store.delete(keys)
-                self._onboard(found, layout, [pages[i] for i in good], [chunks[i] for i in good], done)
-            else:
-                done(set())
+    def _drop(self, lookup: Lookup, pages: Sequence[int]) -> None:
+        """Remove chunks that are bad in host memory from below it too, so that they are stored again."""
+        try:
+            self.store.delete([lookup.keys[page] for page in pages])
+        except Exception as error:  # noqa: BLE001 - the store is closing
+            self._count("a bad chunk could not be deleted", error)
 
-        pool, ids = layout.pool(chunks)
-        self._mover(layout).onboard(found.lookup, pool, ids, pages=pages).then(loaded)
+    def _count(self, what: str, error: BaseException) -> None:
+        self.ledger.error("load")
+        _log.error("kvtier: %s", what, exc_info=error)
 
     def release(self, found: Found, used: Iterable[int]) -> None:
         """The request is over, and used these of its chunks: count them and let go of the pins."""

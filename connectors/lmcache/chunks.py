@@ -64,7 +64,8 @@ class ChunkLayout:
         ids = np.array([chunk.address - base for chunk in chunks], dtype=np.int64)
         tokens = (int(ids.max()) + 1) * self.spec.page_tokens
         if self.whole is not None:
-            ((tokens,),) = ([chunk.tokens for chunk in chunks],)
+            (partial,) = chunks
+            tokens = partial.tokens or 0
         owner = [chunk.owner for chunk in chunks]
         buffers = tuple(
             HotBuffer(base + offset, 1, 0, b.dim * b.dtype.itemsize, tokens, owner)

@@ -28,7 +28,7 @@ _PREFIX = "remote_storage_plugin."
 _LMCACHE_S_OWN = ("module_path", "class_name")
 
 
-class KvtierConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache has no types
+class KvtierConnectorAdapter(ConnectorAdapter):
     """What ``class_name`` names in LMCache's `extra_config`."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class KvtierConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache
         return KvtierRemoteConnector(context)
 
 
-class KvtierRemoteConnector(RemoteConnector):  # type: ignore[misc]  # LMCache has no types
+class KvtierRemoteConnector(RemoteConnector):
     """Whole chunks, and the partial one at a prompt's end, of one worker."""
 
     def __init__(self, context: ConnectorContext) -> None:

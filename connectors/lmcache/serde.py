@@ -64,7 +64,7 @@ class _Pages:
         return page_key
 
 
-class ColdSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
+class ColdSerializer(Serializer):
     """Chunk -> record."""
 
     def __init__(self, options: AdapterOptions) -> None:
@@ -96,7 +96,7 @@ class ColdSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
         return HEADER_BYTES + cold.cold_page_bytes
 
 
-class ColdDeserializer(Deserializer):  # type: ignore[misc]  # LMCache has no types
+class ColdDeserializer(Deserializer):
     """Record -> chunk. RecordError for one that is not what was stored under the key: nothing is decoded from it."""
 
     def __init__(self, options: AdapterOptions) -> None:

@@ -7,7 +7,7 @@ state per key, in the order of the keys. Errors are raised for misuse only (clos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -161,6 +161,10 @@ class Tier(ABC):
 
     @abstractmethod
     def usage(self) -> TierUsage: ...
+
+    def scan(self) -> Iterable[tuple[bytes, PageMeta]]:
+        """Pages that were in the tier at some moment of the call, index only; none of a shared tier's."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

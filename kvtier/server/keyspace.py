@@ -111,8 +111,7 @@ class Keyspace:
         self._voided = voided
         superseded = []
         for tier in store.lower:
-            scan = getattr(tier, "scan", None)
-            for page, meta in scan() if scan is not None else ():
+            for page, meta in tier.scan():
                 if meta.spec == _SPEC and voided is not None and voided.covers(page):
                     superseded.append(page)
                 elif meta.spec == _SPEC and len(meta.origin) > _ORIGIN.size:

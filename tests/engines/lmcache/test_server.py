@@ -123,7 +123,8 @@ def test_a_server_gives_back_what_it_stored_after_l1_was_cleared_and_after_a_cra
     found, again = server.bench()
     assert found == ["8/8"] * 4 and again == sums
     metrics = server.metrics()
-    assert metrics['kvtier_hits_total{tier="host"}'] == 32 and metrics['kvtier_misses_total{reason="absent"}'] == 32
+    # LMCache does not keep in L1 what it had from L2, so the bench's second look at each request is a hit here as well.
+    assert metrics['kvtier_hits_total{tier="host"}'] == 64 and metrics['kvtier_misses_total{reason="absent"}'] == 32
     assert metrics["kvtier_lookups_total"] == sum(
         value for name, value in metrics.items() if name.startswith(("kvtier_hits_total", "kvtier_misses_total"))
     )

@@ -1,6 +1,6 @@
 """The figures of docs/results/sglang.md, on the real engine and the real SmolLM2-135M. From the root of a checkout:
 
-    env=$(tools/env-sglang.sh | tail -n 1)
+    env=$(tools/env-engine.sh sglang | tail -n 1)
     $env/bin/python -m tests.engines.sglang.measure ttft
     $env/bin/python -m tests.engines.sglang.measure scheduler
 

@@ -1,7 +1,7 @@
 """Decoding with and without TriAttention in the real engine, at a batch that fits its pool dense and at one that does
 not. About 5 minutes on two idle cores. From the root of a checkout:
 
-    env=$(tools/env-sglang.sh | tail -n 1)
+    env=$(tools/env-engine.sh sglang | tail -n 1)
     $env/bin/python -m tests.engines.sglang.measure_eviction [--generated 300] [--batches 8,32]
 
 The model is a random Llama whose keys and values are large beside its weights (8 layers, 8 query and 4 KV heads of 64,
