@@ -15,6 +15,7 @@ import pytest
 # Whether Triton's own functions are interpreted is decided when it is first imported, so this comes before anything
 # that might. For this process only: what it starts may have a GPU.
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), contextlib.suppress(ImportError):
+    import triton.experimental.gluon
     import triton.language  # noqa: F401
 
 # Before torch and transformers are imported by any test.

@@ -17,13 +17,13 @@ from kvtier.abc.codec import Codec, EncodeResult
 from kvtier.codecs import device, native
 from kvtier.codecs.checkpoint_scales import CheckpointScales
 from kvtier.codecs.registry import codec
-from kvtier.errors import CodecError
+from kvtier.errors import CodecError, SpecError
 from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import BufferSpec, ColdLayout, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
     from kvtier.kernels.nvfp4 import triton as kernels
@@ -371,3 +371,32 @@ def test_keys_that_are_too_wide_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     on_device(monkeypatch)
     with pytest.raises(CodecError, match="528 columns: on a device k8v4 takes at most 512"):
         Case.of(codec("k8v4"), spec, values_for(spec, 1, 7), [16]).encode()
+
+
+def test_pools_on_a_device_take_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pool alone: such addresses must never be read by native code."""
+    spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=4, dtype=DType.BF16)
+    case = Case.of(codec("nvfp4"), spec, values_for(spec, 1, 7), [4])
+    case = replace(case, pool=replace(case.pool, device="cuda:0"))
+    asked: list[str] = []
+
+    def encode(layout: ColdLayout, pool: HotPool, pages: native.Pages, seeds: Array) -> EncodeResult:
+        asked.append(f"encode on {pool.device}")
+        return EncodeResult(np.zeros((1, 16), np.uint8), np.zeros(1, bool))
+
+    monkeypatch.setattr(device, "encode", encode)
+    monkeypatch.setattr(device, "decode", lambda _, pool, *__: asked.append(f"decode on {pool.device}"))
+    monkeypatch.setattr(device, "errors", lambda _, pool, *__: asked.append(f"errors on {pool.device}"))
+    case.encode()
+    case.decode(np.arange(1))
+    case.which.errors(case.layout, case.pool, case.ids, case.valid, case.arena, case.offsets)
+    assert asked == ["encode on cuda:0", "decode on cuda:0", "errors on cuda:0"]
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    spec = PageSpec.mha(layers=1, kv_heads=1, head_dim=16, page_tokens=4, dtype=DType.BF16)
+    here = torch.zeros(4, 1, 16, dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match="on cpu or cuda, got Tensor on meta"):
+        HotPool.of(spec, [here.to("meta")] * 2, HotLayout.NHD)
+    with pytest.raises(SpecError, match="hot buffers on cpu and meta: all must be on one device"):
+        HotPool.of(spec, [here, here.to("meta")], HotLayout.NHD)
