@@ -139,11 +139,11 @@ class PageMover:
         self._codec = codec
         self._fingerprint = spec.fingerprint  # a hash over every buffer: too dear for each page
         self._raw = registry.codec("raw")
-        self._layouts: dict[tuple[int, tuple[int, ...]], ColdLayout] = {}
+        self._layouts: dict[tuple[bool, int, tuple[int, ...]], ColdLayout] = {}
+        layout = self.layout(codec)  # a form that cannot hold such pages is refused here, not page by page
         self._guard: QualityGuard | None = None
         if codec.quality_budget is not None:
-            self._guard = QualityGuard(spec, codec.quality_budget, store.ledger.precision_switched)
-        self.layout(codec)  # a form that cannot hold such pages is refused here, not page by page
+            self._guard = QualityGuard(layout, codec.quality_budget, store.ledger.precision_switched)
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
         self._priority = priority
@@ -157,7 +157,8 @@ class PageMover:
     def layout(self, codec: Codec, levels: tuple[int, ...] = ()) -> ColdLayout:
         """The cold layout of this mover's pages in `codec`'s form, with some buffers stored finer where `levels` are
         given."""
-        key = (int(codec.form), levels)
+        # One for reading lacks what only writing needs: the scales of a checkpoint.
+        key = (codec is self._codec, int(codec.form), levels)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = codec.finer_layout(self.spec, levels) if levels else codec.layout(self.spec)
@@ -255,8 +256,8 @@ class PageMover:
         if not self._told_refused:
             self._told_refused = True
             _log.warning(
-                "page %s holds NaN or infinity, which %s cannot represent: it is stored uncompressed, as are further "
-                "ones (counted as %s); if they are many, look for an overflow in the model",
+                "page %s holds NaN, infinity or a number too large for quant = %s: it is stored uncompressed, as are "
+                "further ones (counted as %s); if they are many, look for an overflow in the model",
                 page_hash.hex(),
                 codec.id,
                 OffloadOutcome.STORED_RAW.value,

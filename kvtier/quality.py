@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvtier.spec import LEVEL_MAX, DType, PageSpec
+from kvtier.spec import LEVEL_MAX, Coding, ColdLayout, DType
 
 _log = logging.getLogger(__name__)
 
@@ -17,12 +17,22 @@ _NAMES = ("its form", "two NVFP4 components", "uncompressed values")
 
 
 class QualityGuard:
-    """Watches a layer's K and V apart. One that stays above `budget` is stored one precision finer from then on, in new
-    pages only: never back, until the process ends. Pages say themselves how they are stored, so those already there
-    stay readable, and engines need not agree. `switched` is called with the role, once per step. Thread-safe."""
+    """Watches a layer's K and V apart, in pages of `layout`. One that stays above `budget` is stored one precision
+    finer from then on, in new pages only: never back, until the process ends. Pages say themselves how they are stored, so
+    those already there stay readable, and engines need not agree. `switched` is called with the role, once per step.
+    Thread-safe."""
 
-    def __init__(self, spec: PageSpec, budget: float, switched: Callable[[str], None]) -> None:
+    def __init__(self, layout: ColdLayout, budget: float, switched: Callable[[str], None]) -> None:
+        spec = layout.spec
         self._spec = spec
+        # Two components are no smaller than FP8 itself, coarser than columns that are kept, and no news to keys that
+        # have them.
+        self._whole_at_once = {i for i, b in enumerate(spec.buffers) if b.dtype is DType.FP8_E4M3} | {
+            part.buffer
+            for part in layout.parts
+            if part.coding is Coding.RAW
+            or (part.coding is Coding.TWO_FP4 and part.columns == spec.buffers[part.buffer].dim)
+        }
         self._budget = budget
         self._switched = switched
         self._lock = threading.Lock()
@@ -51,8 +61,7 @@ class QualityGuard:
             if mean <= self._budget:
                 return
             b = self._spec.buffers[buffer]
-            # Two components are no smaller than FP8 itself.
-            level = self._levels[buffer] = LEVEL_MAX if b.dtype is DType.FP8_E4M3 else level + 1
+            level = self._levels[buffer] = LEVEL_MAX if buffer in self._whole_at_once else level + 1
             self._current = tuple(self._levels)
         self._switched(b.role.value)
         _log.warning(
