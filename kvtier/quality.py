@@ -18,9 +18,9 @@ _NAMES = ("its form", "two NVFP4 components", "uncompressed values")
 
 class QualityGuard:
     """Watches a layer's K and V apart, in pages of `layout`. One that stays above `budget` is stored one precision
-    finer from then on, in new pages only: never back, until the process ends. Pages say themselves how they are stored, so
-    those already there stay readable, and engines need not agree. `switched` is called with the role, once per step.
-    Thread-safe."""
+    finer from then on, in new pages only: never back, until the process ends. Pages say themselves how they are
+    stored, so those already there stay readable, and engines need not agree. `switched` is called with the role, once
+    per step. Thread-safe."""
 
     def __init__(self, layout: ColdLayout, budget: float, switched: Callable[[str], None]) -> None:
         spec = layout.spec
