@@ -63,8 +63,8 @@ class Xxh3:
 
 def read_words(buffer: Any, start: int, end: int, args_max: int, bulk_max: int) -> tuple[int, list[bytes], int] | None:
     """The start of a command of the Redis protocol in ``buffer[start:end]``: where what was not read begins, the
-    arguments that were, and how many are left. It stops before an argument that is not there as a whole, is no argument,
-    or is a value of SET or MSET. None where not even the number of arguments could be read."""
+    arguments that were, and how many are left. It stops before an argument that is not there as a whole, is no
+    argument, or is a value of SET or MSET. None where not even the number of arguments could be read."""
 
 def update_all(buffer: Any, hashes: list[Xxh3]) -> None:
     """Feed `buffer` to all `hashes`, but read it from memory once."""
