@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.abc.codec import FINER, Codec
 from kvtier.abc.tier import PageMeta, PutStatus, Slot
 from kvtier.codecs import registry
-from kvtier.errors import CodecError, ConfigError, SpecError
+from kvtier.errors import ClosedError, CodecError, ConfigError, SpecError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
@@ -211,6 +211,8 @@ class PageMover:
                 encode = self._encode_varying if self._codec.varies else self._encode
                 batch = fresh[at : at + _BATCH_PAGES]
                 outcomes += encode(self._codec, pool, keys, page_hashes, ids, valid, batch, give_up)
+        except ClosedError:
+            outcomes[OffloadOutcome.CLOSED] += len(page_hashes) - outcomes.total()
         except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
             self._worker_error("offload", error)
         finally:
@@ -385,17 +387,18 @@ class PageMover:
         *,
         pages: Sequence[int] | None = None,
         on_layer: Callable[[int], None] | None = None,
+        ready: Callable[[], object] | None = None,
     ) -> Ticket[OnboardResult]:
         """Queue the load of ready pages of `lookup` into pool pages `page_ids`: of its first ones, or of those with the
-        indices `pages`; returns at once. They stay pinned until `TieredStore.settle`. A worker verifies every page,
-        then decodes layer by layer and calls ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that
-        is found bad is quarantined and becomes a miss; nothing of the load may then be used."""
+        indices `pages`; returns at once. They stay pinned until `TieredStore.settle`. A worker calls `ready()`, which
+        may raise ClosedError, before it touches the pool, verifies every page, then decodes layer by layer and calls
+        ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that is found bad is quarantined and becomes a miss; nothing of the load may then be used."""
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         wanted = range(len(page_ids)) if pages is None else pages
         pins = lookup.slots_of(wanted)
         ticket: Ticket[OnboardResult] = Ticket()
         keys = [lookup.keys[i] for i in wanted]  # the request may ask for others by the time a worker is free
-        job = partial(self._onboard, ticket, lookup, keys, pins, wanted, pool, page_ids, on_layer)
+        job = partial(self._onboard, ticket, lookup, keys, pins, wanted, pool, page_ids, on_layer, ready)
         if not self._in.submit(job):
             ticket.finish(OnboardResult((), "closed"))
         return ticket
@@ -410,9 +413,12 @@ class PageMover:
         pool: HotPool,
         page_ids: Sequence[int] | npt.NDArray[np.int64],
         on_layer: Callable[[int], None] | None,
+        ready: Callable[[], object] | None,
     ) -> None:
         result = OnboardResult((), "not run")
         try:
+            if ready is not None:
+                ready()
             bad = self._find_bad(keys, pins)
             if bad:
                 for i, reason in bad.items():
@@ -425,6 +431,8 @@ class PageMover:
             self._decode(pins, pool, np.asarray(page_ids, dtype=np.int64), on_layer)
             self._count_moved(Direction.ONBOARD, [meta for _, meta in pins])
             result = OnboardResult(())
+        except ClosedError:
+            result = OnboardResult((), "closed")
         except Exception as error:  # noqa: BLE001 - reported to the engine through the ticket
             self._worker_error("load", error)
             self._ledger.load_failed()

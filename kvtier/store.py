@@ -461,6 +461,10 @@ class TieredStore:
             _log.warning("store closed while a tier could not be closed: it hangs")
         self.observer.close()
 
+    def stop_waiting(self) -> None:
+        """The end is near: nobody waits for room any longer, what finds none is dropped at once."""
+        self._room.close()
+
     def _drop_expired(self) -> None:
         if self._lease_s is None:
             return
