@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang test-lmcache demo-sglang triton-check test-gpu test-native test-long bench clean
+.PHONY: help demo test lint types package-check test-sglang test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -52,6 +52,9 @@ test-sglang: ## Run the tests against the real SGLang
 
 test-lmcache: ## Run the tests against the real LMCache
 	@$(call in_engine,lmcache); "$$env/bin/python" -m pytest tests/engines/lmcache $(PYTEST_ARGS)
+
+test-vllm: ## Run vLLM through LMCache and kvtier (not in CI: its environment takes 10 minutes and 3 GB)
+	@$(call in_engine,vllm); "$$env/bin/python" -m pytest tests/engines/vllm -s $(PYTEST_ARGS)
 
 demo-sglang: ## Run the demo's sessions through the real SGLang
 	@$(call in_engine,sglang); "$$env/bin/kvtier" demo --engine sglang $(DEMO_ARGS)

@@ -89,6 +89,24 @@ def store(as_json: AsJson = False) -> None:
     _show("kvtier.cli.bench_store", "store", as_json, {})
 
 
+@app.command()
+def lmcache(
+    directory: Annotated[
+        Path | None, typer.Option(help="On the disk to measure. Default: where temporary files go.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="The more, the less it matters what else runs; default 7.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Behind LMCache, beside its own adapters: chunks stored and loaded on the same disk and the same Redis."""
+    at_least(1, rounds=rounds)
+    if directory is not None:
+        check_writable("--directory", directory)
+    options: dict[str, Any] = {"directory": directory}
+    if rounds is not None:
+        options["rounds"] = rounds
+    _show("kvtier.cli.bench_lmcache", "lmcache", as_json, options)
+
+
 def _check_impls(names: list[str]) -> None:
     from kvtier.kernels import _native
 

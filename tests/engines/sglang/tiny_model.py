@@ -8,8 +8,9 @@ from pathlib import Path
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 4, 4, 2, 16, 64, 128, 512
 
 
-def write_model(folder: Path, *, seed: int) -> Path:
-    """Write config.json and model.safetensors into `folder`. Weights are BF16, scaled so that greedy tokens vary."""
+def write_model(folder: Path, *, seed: int, dim: int = DIM) -> Path:
+    """Write config.json and model.safetensors into `folder`. Weights are BF16, scaled so that greedy tokens vary.
+    dim: of a head."""
     import torch
     from safetensors.torch import save_file
 
@@ -27,10 +28,10 @@ def write_model(folder: Path, *, seed: int) -> Path:
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
         weights |= {
-            at + "self_attn.q_proj.weight": normal(HEADS * DIM, HIDDEN),
-            at + "self_attn.k_proj.weight": normal(KV_HEADS * DIM, HIDDEN),
-            at + "self_attn.v_proj.weight": normal(KV_HEADS * DIM, HIDDEN),
-            at + "self_attn.o_proj.weight": normal(HIDDEN, HEADS * DIM),
+            at + "self_attn.q_proj.weight": normal(HEADS * dim, HIDDEN),
+            at + "self_attn.k_proj.weight": normal(KV_HEADS * dim, HIDDEN),
+            at + "self_attn.v_proj.weight": normal(KV_HEADS * dim, HIDDEN),
+            at + "self_attn.o_proj.weight": normal(HIDDEN, HEADS * dim),
             at + "mlp.gate_proj.weight": normal(INNER, HIDDEN),
             at + "mlp.up_proj.weight": normal(INNER, HIDDEN),
             at + "mlp.down_proj.weight": normal(HIDDEN, INNER),
@@ -44,7 +45,7 @@ def write_model(folder: Path, *, seed: int) -> Path:
         "model_type": "llama",
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "head_dim": DIM,
+        "head_dim": dim,
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
