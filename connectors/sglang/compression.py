@@ -178,7 +178,7 @@ def growth(original: Callable[..., float], adder: Any, req: Any) -> float:
     if compression is None or compression.most_generated is None or live is None:
         return estimate
     page: int = adder.page_size
-    most = -(-(live.prompt_tokens + compression.most_generated) // page) - -(-live.length // page)
+    most: int = -(-(live.prompt_tokens + compression.most_generated) // page) - -(-live.length // page)
     return min(estimate, max(0, most * page))
 
 
