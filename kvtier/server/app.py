@@ -81,7 +81,7 @@ class CacheServer:
             self.store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed)
             disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)
             if disk is not None:  # behind the tier, which makes sure that it is the only one in its directory
-                self._voided = Voided(disk.path[0].expanduser() / _SHARD / "voided.log")
+                self._voided = Voided([path.expanduser() / _SHARD / "voided.log" for path in disk.path])
             self.keyspace.attach(self.store, self._voided)
             for listen in options.listen:
                 self._listeners.append(Listener(listen, self._clients, tls))

@@ -81,7 +81,10 @@ class Stream:
 
     @property
     def buffered(self) -> bool:
-        """Whether more of what the client sent is here already."""
+        """Whether more of what the client sent is here already. Empty lines are nothing: nobody must wait for the
+        reply to the command before them."""
+        while self._start < self._end and self._buffer[self._start] in b"\r\n":
+            self._start += 1
         return self._start < self._end
 
     def shut_down(self) -> None:

@@ -31,28 +31,36 @@ _COMPACT_BYTES = 4 << 20
 
 
 class Voided:
-    """The log in the file `path`, which is made where there is none. Thread-safe.
+    """The log, a copy in each of the files `paths`: one per device, so that it outlives any but the last of them, and
+    their order does not matter. Files are made where there are none; those that fail are left out, with a warning, as
+    long as one works. Thread-safe.
 
-    errors: records that could not be written, so that a crash may bring their values back.
+    errors: records that no file took, so that a crash may bring their values back.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, paths: Sequence[Path]) -> None:
         self._lock = threading.Lock()
         self._pending: dict[bytes, None] = {}
-        self._bytes = 0
         self.errors = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            raw = path.read_bytes() if path.exists() else b""
-            self._pending = dict.fromkeys(_pages(raw))
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._rewrite()
-        except OSError as e:
-            raise ConfigError(
-                f"the nvme tier's path: {str(path)!r} cannot be used: {e.strerror or e}; give the server a directory "
-                "that it may write to"
-            ) from e
+        self._files: list[_File] = []
+        opened = [_open(path) for path in paths]
+        for one in opened:
+            if isinstance(one, _File):
+                self._files.append(one)
+                self._pending.update(dict.fromkeys(one.found))
+        failed = [one for one in opened if isinstance(one, OSError)]
+        failed += [error for file in self._files if (error := file.rewrite(self._pending)) is not None]
+        for error in failed:
+            if len(failed) == len(paths):
+                self.close()
+                raise ConfigError(
+                    f"the nvme tier's path: {error.filename!r} cannot be used: {error.strerror or error}; give the "
+                    "server a directory that it may write to"
+                ) from error
+            _log.warning(
+                "%s cannot be used: %s: what is overwritten or deleted is noted in the other directories",
+                error.filename, error.strerror or error,
+            )  # fmt: skip
         self._latest: dict[bytes, bytes] = {}
         for page in self._pending:
             name = page[:_NAME_BYTES]
@@ -71,54 +79,89 @@ class Voided:
         data = b"".join(map(_record, pages))
         with self._lock:
             self._pending.update(dict.fromkeys(pages))
-            try:
-                written = os.write(self._file, data)
-            except OSError as e:
-                self._failed(len(pages), e)
-                return
-            self._bytes += written
-            if written < len(data):  # the rest would stand behind half a record
-                self._failed(len(pages), None)
-                with contextlib.suppress(OSError):  # then `_pages` stops there
-                    self._bytes -= written % _RECORD_BYTES
-                    os.ftruncate(self._file, self._bytes)
+            if not sum(file.add(data) for file in self._files):  # to all of them, not only the first that takes it
+                self._failed(len(pages))
 
     def compact(self, pending: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         """Forget the pages that are not `pending` any more, if the log has grown long. Call it now and then."""
-        if self._bytes < _COMPACT_BYTES:
+        if max(file.nbytes for file in self._files) < _COMPACT_BYTES:
             return
         with self._lock:
             pages = list(self._pending)
             self._pending = {page: None for page, wait in zip(pages, pending(pages), strict=True) if wait}
-            try:
-                self._rewrite()
-            except OSError as e:
-                self._failed(0, e)
+            for file in self._files:
+                if (error := file.rewrite(self._pending)) is not None:
+                    _log.debug("%s stays long: %s", file.path, error)
 
     def close(self) -> None:
         with self._lock:
-            os.close(self._file)
+            for file in self._files:
+                file.close()
 
-    def _rewrite(self) -> None:
-        new = self._path.with_suffix(".new")
-        data = b"".join(map(_record, self._pending))
-        new.write_bytes(data)
-        replaced = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            new.replace(self._path)
-        except BaseException:
-            os.close(replaced)
-            raise
-        os.close(self._file)
-        self._file, self._bytes = replaced, len(data)
-
-    def _failed(self, records: int, error: OSError | None) -> None:
+    def _failed(self, records: int) -> None:
         if not self.errors:
             _log.warning(
-                "%s: %s: a crash may bring back values that were overwritten (said once)",
-                self._path, error.strerror if error is not None else "no room",
-            )  # fmt: skip
-        self.errors += max(1, records)
+                "%s: the disk did not take the note: a crash may bring back values that were overwritten (said once)",
+                ", ".join(str(file.path) for file in self._files),
+            )
+        self.errors += records
+
+
+class _File:
+    """One copy of the log. Guarded by the log's lock. Raises OSError where it cannot be opened.
+
+    found: the records that were in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        raw = path.read_bytes() if path.exists() else b""
+        self.found = tuple(_pages(raw))
+        self.nbytes = len(raw)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def add(self, data: bytes) -> bool:
+        """Append records; whether all of them were written. What was written of the others stays whole."""
+        try:
+            written = os.write(self._file, data)
+        except OSError:
+            return False
+        self.nbytes += written
+        if written < len(data):  # the rest would stand behind half a record
+            with contextlib.suppress(OSError):  # then `_pages` stops there
+                self.nbytes -= written % _RECORD_BYTES
+                os.ftruncate(self._file, self.nbytes)
+        return written == len(data)
+
+    def rewrite(self, pages: Iterable[bytes]) -> OSError | None:
+        """Write it anew with `pages` alone; or what that failed with, and it is as it was."""
+        new = self.path.with_suffix(".new")
+        data = b"".join(map(_record, pages))
+        try:
+            new.write_bytes(data)
+            replaced = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as e:
+            return e
+        try:
+            new.replace(self.path)
+        except OSError as e:
+            os.close(replaced)
+            return e
+        os.close(self._file)
+        self._file, self.nbytes = replaced, len(data)
+        return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _open(path: Path) -> _File | OSError:
+    try:
+        return _File(path)
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        return e
 
 
 def _record(page: bytes) -> bytes:

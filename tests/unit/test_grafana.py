@@ -16,11 +16,13 @@ import yaml
 from kvtier.abc.tier import TierUsage
 from kvtier.ghosts import Ghosts
 from kvtier.ledger import Ledger
+from kvtier.storage_backends.nvme.health import DeviceCounters, DeviceState
+from kvtier.storage_backends.nvme.metrics import NvmeCollector
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 ADDED = {"instance", "job"}
 """Labels that the scraper adds."""
-OPEN = {"tier", "layer", "role"}
+OPEN = {"tier", "layer", "role", "directory"}
 """Labels whose values depend on the configuration and the model."""
 
 
@@ -30,6 +32,7 @@ def known_series() -> dict[str, dict[str, set[str]]]:
     ledger.sampled(0, "k", 0.1)
     ledger.watch("host", lambda: TierUsage(1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
     ledger.registry.register(Ghosts({"host": 1}))
+    ledger.registry.register(NvmeCollector("nvme", lambda: [("/d", DeviceState.SERVING, DeviceCounters())]))
     known: dict[str, dict[str, set[str]]] = {}
     for family in ledger.registry.collect():
         for sample in family.samples:

@@ -64,6 +64,15 @@ def test_many_commands_may_come_at_once(pair: tuple[Stream, socket.socket]) -> N
     assert not stream.buffered
 
 
+def test_empty_lines_behind_a_command_hold_nothing_up(pair: tuple[Stream, socket.socket]) -> None:
+    stream, client = pair
+    client.sendall(b"PING\r\n\r\n\n")
+    assert stream.read_command(no_place) == [b"PING"]
+    assert not stream.buffered, "a session would wait for more before it answers"
+    client.sendall(b"\r\n*1\r\n$4\r\nPING\r\n")
+    assert stream.read_command(no_place) == [b"PING"]
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 16 << 10, (16 << 10) + 1, 3 << 20])
 def test_values_go_to_their_place_and_what_follows_is_read(

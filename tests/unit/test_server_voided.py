@@ -18,7 +18,7 @@ def page(name: int, number: int) -> bytes:
 
 def again(path: Path) -> Voided:
     """As after a kill: a second look at the file, while the first one was not closed."""
-    return Voided(path)
+    return Voided([path])
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_voided_is_known_after_a_crash(path: Path) -> None:
-    log = Voided(path)
+    log = Voided([path])
     log.add([page(1, 5), page(2, 7)])
     log.add([page(1, 3)])
     found = again(path)
@@ -41,7 +41,7 @@ def test_what_was_voided_is_known_after_a_crash(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "foreign"])
 def test_a_damaged_end_is_cut_off_and_written_over(path: Path, damage: str) -> None:
-    log = Voided(path)
+    log = Voided([path])
     log.add([page(1, 5), page(2, 5)])
     log.close()
     raw = bytearray(path.read_bytes())
@@ -52,7 +52,7 @@ def test_a_damaged_end_is_cut_off_and_written_over(path: Path, damage: str) -> N
     else:
         raw = bytearray(b"not a log")
     path.write_bytes(raw)
-    log = Voided(path)
+    log = Voided([path])
     assert log.covers(page(1, 5)) == (damage != "foreign") and not log.covers(page(2, 5))
     log.add([page(3, 5)])
     found = again(path)
@@ -63,7 +63,7 @@ def test_a_damaged_end_is_cut_off_and_written_over(path: Path, damage: str) -> N
 
 def test_it_stays_short_and_keeps_what_is_pending(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voided, "_COMPACT_BYTES", 4000)
-    log = Voided(path)
+    log = Voided([path])
     log.add([page(1, n) for n in range(50)])
     log.compact(lambda pages: [False] * len(pages))
     assert path.stat().st_size == 2000, "not long enough to be worth it"
@@ -78,7 +78,7 @@ def test_it_stays_short_and_keeps_what_is_pending(path: Path, monkeypatch: pytes
 
 
 def test_a_full_disk_is_counted_and_leaves_a_whole_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Voided(path)
+    log = Voided([path])
     log.add([page(1, 1)])
     write = os.write
     with monkeypatch.context() as patch:
@@ -100,5 +100,45 @@ def no_space(*_: object) -> int:
 
 def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"voided\.log"):
-        Voided(tmp_path / "file" / "voided.log")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Voided([tmp_path / "file" / "voided.log"])
+
+
+def test_every_directory_has_it_and_any_one_of_them_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, two = (tmp_path / name / "voided.log" for name in ("one", "two"))
+    log = Voided([one, two])
+    log.add([page(1, 5)])
+    log.close()
+    assert one.read_bytes() == two.read_bytes() and len(one.read_bytes()) == 40
+    one.unlink()
+    one.parent.rmdir()
+    one.parent.write_text("a device that fails")
+    log = Voided([one, two])
+    assert log.covers(page(1, 5)) and "/one" in caplog.text
+    log.add([page(2, 5)])
+    log.close()
+    one.parent.unlink()
+    log = Voided([two, one])
+    log.close()
+    found = Voided([one])
+    assert found.covers(page(1, 5)) and found.covers(page(2, 5)), "a copy that comes back learns what it missed"
+    assert log.errors == 0
+    found.close()
+
+
+def test_a_note_counts_as_lost_only_where_no_directory_took_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Voided([tmp_path / "one" / "voided.log", tmp_path / "two" / "voided.log"])
+    write, answers = os.write, [True, False]
+
+    def every_other(file: int, data: bytes) -> int:
+        answers.append(answers.pop(0))
+        return write(file, data) if answers[-1] else no_space()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", every_other)
+        log.add([page(1, 1)])
+        assert log.errors == 0
+        patch.setattr(os, "write", no_space)
+        log.add([page(2, 1), page(3, 1)])
+    assert log.errors == 2
+    log.close()
