@@ -77,7 +77,7 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
         yield bad(
             what, room, f"set the tier's capacity to at most {size((left + used * sharing) / sharing)} per directory"
         )
-    elif used > capacity_bytes:
+    elif used - _log_bytes(held) > capacity_bytes:
         yield warning(
             what, f"{room}: what is over the capacity goes at the next start", "raise the capacity to keep it"
         )
@@ -174,6 +174,11 @@ def _stored_bytes(path: Path) -> int:
     """What the tiers below have taken of their device."""
     files = [f for folder in _tiers_below(path) for f in [*folder.glob("segment-*"), *folder.glob("index.log*")]]
     return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def _log_bytes(held: list[Path]) -> int:
+    """What of that the tiers' logs have: the capacity is of pages."""
+    return sum(file.stat().st_blocks * 512 for folder in held for file in folder.glob("index.log*"))
 
 
 def _user(folder: Path) -> str | None:

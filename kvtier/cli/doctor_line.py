@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from enum import Enum
+
+_WAY_OUT = re.compile(
+    r"[;:] (?=(?:apt-get|choose|end|give|install|leave|list|lower|make|name|pip|put|raise|remove|run|set|stop|use)\b)"
+)
+_ANOTHER_MISTAKE = re.compile(r"; (?:unknown )?option '")
 
 
 class State(Enum):
@@ -45,13 +51,12 @@ def nothing(what: str, text: str) -> Finding:
 
 
 def refused(what: str, message: object) -> Finding:
-    """One of our own errors: its text ends with the way out."""
+    """One of our own errors: its text ends with the way out. Several mistakes in one text keep theirs."""
     text = str(message)
-    for separator in ("; ", ": "):
-        found, there, fix = text.rpartition(separator)
-        if there:
-            return bad(what, found, fix)
-    return bad(what, text, "see the text")
+    split = _WAY_OUT.search(text)
+    if split is None or _ANOTHER_MISTAKE.search(text):
+        return bad(what, text, "see the text")
+    return bad(what, text[: split.start()], text[split.end() :])
 
 
 def size(nbytes: float) -> str:

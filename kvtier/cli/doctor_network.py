@@ -27,6 +27,7 @@ from kvtier.errors import KVTierError
 from kvtier.keys import checksum
 
 if TYPE_CHECKING:
+    from kvtier.server.options import Listen
     from kvtier.storage_backends.redis.discovery import ServerFacts
     from kvtier.storage_backends.redis.options import Address, RedisOptions
 
@@ -187,8 +188,8 @@ def check_server(config: ServerConfig) -> Iterator[Finding]:
         folder = where.path.parent if where.path is not None else None
         if folder is not None and not os.access(folder, os.W_OK):
             yield bad(what, f"{where}: {folder} cannot be written", f"make {folder} writable for user {os.geteuid()}")
-        elif where.path is None and where.port and _answers(where.host, where.port):
-            yield good(what, f"{where}: somebody listens there already; it is free for kvtier serve once that ends")
+        elif _taken(where):
+            yield _somebody(what, str(where))
         else:
             yield good(what, f"{where}: free")
 
@@ -210,12 +211,34 @@ def check_http(config: Config) -> Iterator[Finding]:
     if token is not None and not os.access(token, os.R_OK):
         yield bad("metrics", f"token_file {token} cannot be read", f"make {token} readable for user {os.geteuid()}")
         return
-    yield good("metrics", f"{config.http.host}:{config.http.port or '(any free port)'}")
+    where = f"{config.http.host}:{config.http.port or '(any free port)'}"
+    if config.http.port and _answers((config.http.host, config.http.port)):
+        yield _somebody("metrics", where)
+    else:
+        yield good("metrics", where)
 
 
-def _answers(host: str, port: int) -> bool:
+def _somebody(what: str, where: str) -> Finding:
+    """A place that is taken. No failure: it may be by the very process that this configuration is of."""
+    return warning(
+        what, f"{where}: somebody listens there", "if it is not what this configuration started, choose another place"
+    )
+
+
+def _taken(where: Listen) -> bool:
+    if where.path is not None:
+        return _answers(str(where.path))
+    return bool(where.port) and _answers((where.host, where.port))
+
+
+def _answers(address: str | tuple[str, int]) -> bool:
     try:
-        socket.create_connection((host, port), 0.5).close()
+        if isinstance(address, tuple):
+            socket.create_connection(address, 0.5).close()
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(0.5)
+                connection.connect(address)
     except OSError:
         return False
     return True

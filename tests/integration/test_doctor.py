@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -135,6 +136,7 @@ def test_capacity_is_held_against_free_space_and_what_is_there(tmp_path: Path, m
     tier = NvmeTier(tmp_path / "pages" / "default" / "rank0", 8 << 20)
     tier.close()
     assert room("16MiB").state is State.GOOD and "8.0 MiB are taken" in room("16MiB").text
+    assert room("8MiB").state is State.GOOD, "the log does not count"
     assert room("4MiB").state is State.WARNING and "raise the capacity" in room("4MiB").fix
     assert room("900TiB").state is State.BAD and "set the tier's capacity to at most" in room("900TiB").fix
     free = os.statvfs(tmp_path)
@@ -197,7 +199,14 @@ def test_limits_are_told_with_their_fix(tmp_path: Path, monkeypatch: pytest.Monk
 def test_messages_of_our_own_are_split_into_text_and_fix() -> None:
     found = refused("x", "path = '/a' is a file; name a directory")
     assert (found.text, found.fix) == ("path = '/a' is a file", "name a directory")
-    assert refused("x", "nothing to split").fix
+    found = refused("x", "listen = 'tcp:0.0.0.0:1' is open: set password_file; or listen on 127.0.0.1")
+    assert (found.text, found.fix) == ("listen = 'tcp:0.0.0.0:1' is open", "set password_file; or listen on 127.0.0.1")
+    for whole in (
+        "nothing to split",
+        "password_file = '/a' cannot be read: [Errno 2] No such file or directory: '/a'",
+        "option 'a' = 1: Input should be 'x' or 'y'; option 'b' is missing; give it a value",
+    ):
+        assert (refused("x", whole).text, refused("x", whole).fix) == (whole, "see the text")
     assert [size(n) for n in (5, 2048, 3 << 20, 5 << 30, 2 << 40)] == [
         "5 B",
         "2.0 KiB",
@@ -289,6 +298,18 @@ def test_the_cache_servers_certificate_and_sockets_are_told(tmp_path: Path) -> N
     assert [f.state for f in sockets][:2] == [State.GOOD] * 2
     (finding,) = about(list(examine(write(tmp_path, server={"listen": ["tls:127.0.0.1:0"]}))), "server")
     assert finding.state is State.BAD and "tls_cert" in finding.fix
+
+
+def test_places_where_somebody_listens_are_told(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as named, socket.create_server(("127.0.0.1", 0)) as numbered:
+        named.bind(str(tmp_path / "k.sock"))
+        named.listen()
+        port = numbered.getsockname()[1]
+        block = {"listen": [f"unix:{tmp_path}/k.sock", f"tcp:127.0.0.1:{port}", f"unix:{tmp_path}/free.sock"]}
+        findings = list(examine(write(tmp_path, server=block, http={"port": port})))
+    states = [f.state for f in about(findings, "server")]
+    assert states == [State.WARNING, State.WARNING, State.GOOD]
+    assert [f.state for f in about(findings, "metrics")] == [State.WARNING]
 
 
 def test_a_metrics_port_open_to_others_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
