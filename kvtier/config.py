@@ -116,9 +116,14 @@ class ColdPageConfig(_Block):
                 "global_scale = 'checkpoint' and scale_checkpoint_path belong together: give the folder of the "
                 "checkpoint whose scales are meant, or neither"
             )
-        if self.quant in ("lossless", "none") and (self.max_relative_error is not None or self.quality_sample):
-            option = "quality_sample" if self.max_relative_error is None else "max_relative_error"
-            raise ValueError(f"{option}: quant = {self.quant!r} has no error to measure; leave it out")
+        measured = {
+            "max_relative_error": self.max_relative_error,
+            "quality_sample": self.quality_sample or None,
+            "quality_budget": self.quality_budget,
+        }
+        for option, value in measured.items():
+            if value is not None and self.quant in ("lossless", "none"):
+                raise ValueError(f"{option} = {value}: quant = {self.quant!r} has no error to measure; leave it out")
         if self.quality_budget is not None and not self.quality_sample:
             raise ValueError(
                 f"quality_budget = {self.quality_budget} needs quality_sample, such as 0.001: nothing is measured "

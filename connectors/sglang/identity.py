@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.codecs.checkpoint_scales import read_scales
-from kvtier.errors import EngineError
+from kvtier.errors import ConfigError, EngineError
 from kvtier.keys import fingerprint_weights
 from kvtier.model_config import rotary_dim_of
+from kvtier.spec import Role
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +64,17 @@ def cache_values(model_config: Any, args: Any, pool: Any) -> dict[str, Any]:
     if str(pool.dtype).endswith("float8_e4m3fn"):  # the option may say auto
         folder = _model_folder(model_config.model_path, args)
         shards = folder is not None and args.load_format in _READABLE and any(folder.glob("*.safetensors"))
-        told["fp8_scales"] = read_scales(folder) if folder is not None and shards else {}
+        told["fp8_scales"] = _fp8_scales(folder) if folder is not None and shards else {}
     return told
+
+
+def _fp8_scales(folder: Path) -> Mapping[Role, Mapping[int, float]]:
+    """None where the checkpoint's are not to be used, as the engine does: values are then as exact, in other units."""
+    try:
+        return read_scales(folder)
+    except ConfigError as error:
+        _log.warning("scales of the FP8 cache are taken as 1, since those of the checkpoint cannot be used: %s", error)
+        return {}
 
 
 def new_generation() -> str:

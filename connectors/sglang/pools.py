@@ -16,6 +16,8 @@ from kvtier.spec import BufferSpec, DType, PageSpec, Role
 POOL_CLASS = "MHATokenToKVPool"
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP8_E4M3)
 _LAYOUTS = {"nhd": HotLayout.NHD, "hnd": HotLayout.HND}
+_PLAIN_FP8 = "cpu_fp8_e4m3"
+"""The engine's name for e4m3 values of one scale per layer on CPUs. All its other quantized caches have more beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,12 @@ class DevicePool:
         dtype = DType.FP8_E4M3 if name == "float8_e4m3fn" else dtype_of(keys[0])
         bytes_of_fp8 = dtype is DType.FP8_E4M3 and dtype_of(keys[0]) is DType.UINT8
         other = pool.store_dtype != pool.dtype and not bytes_of_fp8
-        if other or dtype not in DTYPES or getattr(pool, "is_quantized_kv_cache", False):
+        if _has_more_than_values(pool):
+            raise EngineError(
+                f"the KV cache is quantized as {pool.quant_method.name!r}, with scales beside its values: kvtier "
+                f"serves {', '.join(d.value for d in DTYPES)}. Set --kv-cache-dtype to one of them"
+            )
+        if other or dtype not in DTYPES:
             raise EngineError(
                 f"the KV cache has dtype {name}: kvtier serves {', '.join(d.value for d in DTYPES)}. "
                 "Set --kv-cache-dtype to one of them, or leave it at auto"
@@ -96,6 +103,11 @@ class DevicePool:
         if not np.array_equal(table, ids[:, None] * tokens + np.arange(tokens)):
             raise EngineError(f"slots do not form whole pages of {tokens} tokens")
         return ids
+
+
+def _has_more_than_values(pool: Any) -> bool:
+    """Whether the engine keeps block scales, or a copy, of a quantized cache: a page would then be a part of it."""
+    return bool(getattr(pool, "is_quantized_kv_cache", False)) and pool.quant_method.name != _PLAIN_FP8
 
 
 def page_hashes(keys: Iterable[str]) -> list[bytes]:

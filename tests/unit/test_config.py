@@ -128,7 +128,14 @@ def test_a_block_of_methods_alone(tmp_path: Path) -> None:
                 "tiers": [HOST],
                 "kv_cache_compression_config": [{"algorithm": COLD, "quant": "lossless", "max_relative_error": 0.1}],
             },
-            ["max_relative_error", "'lossless'", "leave it out"],
+            ["max_relative_error = 0.1", "'lossless'", "leave it out"],
+        ),
+        (
+            {
+                "tiers": [HOST],
+                "kv_cache_compression_config": [{"algorithm": COLD, "quant": "none", "quality_budget": 0.1}],
+            },
+            ["quality_budget = 0.1", "'none'", "leave it out"],
         ),
         (
             {"tiers": [HOST], "kv_cache_compression_config": [{"algorithm": COLD, "max_relative_error": 0}]},

@@ -106,8 +106,8 @@ def test_an_sglang_pool_in_fp8_has_the_checkpoints_scales_and_the_models_rotary_
     assert "fp8_scales" not in cache_values(model, args, wide)
     with pytest.raises(EngineError, match="dtype float8_e5m2"):
         DevicePool.of(fp8_pool(torch, dtype=torch.float8_e5m2), 16)
-    with pytest.raises(EngineError, match="KV cache has dtype"):
-        DevicePool.of(fp8_pool(torch, is_quantized_kv_cache=True), 16)
+    with pytest.raises(EngineError, match="quantized as 'nvfp4'"):
+        DevicePool.of(fp8_pool(torch, is_quantized_kv_cache=True, quant_method=SimpleNamespace(name="nvfp4")), 16)
 
 
 def test_fp8_pages_of_an_sglang_pool_come_back() -> None:

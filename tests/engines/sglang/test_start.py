@@ -30,6 +30,7 @@ def test_the_flag_becomes_the_engines_own_options(tmp_path: Path) -> None:
     }
     assert parse("--kv-connector", "kvtier", "--page-size", "16").page_size == 16
     assert parse("--kv-connector", "kvtier", "--page-size", "1").page_size == 1
+    assert parse("--kv-connector", "kvtier", "--kv-cache-dtype", "fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
 
 
 def test_a_mistake_on_the_command_line_ends_with_one_line() -> None:
@@ -49,7 +50,7 @@ def test_without_the_flag_nothing_changes() -> None:
         (("--enable-hierarchical-cache",), "--enable-hierarchical-cache = True"),
         (("--disable-radix-cache",), "--disable-radix-cache = True"),
         (("--tp-size", "2"), "--tp-size = 2"),
-        (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype = 'fp8_e4m3'"),
+        (("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype = 'fp8_e5m2'"),
         (("--speculative-algorithm", "EAGLE"), "--speculative-algorithm = 'EAGLE'"),
         (("--enable-lmcache",), "--enable-lmcache = True"),
         (("--kv-connector-config", "/does/not/exist"), "/does/not/exist"),
@@ -168,7 +169,7 @@ def test_an_engine_in_a_child_process_takes_the_keywords(monkeypatch: pytest.Mon
     [
         ({"kv_cache_layout": "vectorized_5d"}, "layout 'vectorized_5d'"),
         ({"page_size": 32}, "pages of 32 tokens"),
-        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"dtype": "float8_e5m2"}, "dtype float8_e5m2"),
     ],
 )
 def test_pools_that_cannot_be_served_are_named(change: dict[str, Any], words: str) -> None:
