@@ -152,9 +152,10 @@ def _tell_plain(page_tokens: int) -> None:
     """Once per process: the same pages are described many times."""
     _log.warning(
         "pages of %d tokens are stored as plain nvfp4, since the default form, nvfp4_token, needs a multiple of %d: it "
-        "loses more on models with a bias in their key projection; choose such a page size, or quant: k8v4",
+        "loses more on models with a bias in their key projection; choose such a page size, or quant: %s",
         page_tokens,
         GROUP,
+        "k8v4" if page_tokens >= GROUP else "2fp4",  # k8v4 refuses fewer
     )
 
 

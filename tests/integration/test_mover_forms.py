@@ -222,6 +222,9 @@ def test_pages_too_short_for_the_default_are_plain_nvfp4_with_one_warning(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"pages of {tokens} tokens are stored as plain nvfp4" in record.getMessage()
+    advised = record.getMessage().rsplit("quant: ", 1)[1]
+    assert advised in ("k8v4", "2fp4")
+    open_codec(cold_page(quant=advised), page_of(tokens)).layout(page_of(tokens))  # takes such pages
     with pytest.raises(SpecError, match=f"quant = nvfp4_token needs pages of a multiple of 16 tokens, not {tokens}"):
         open_codec(cold_page(quant="nvfp4_token"), page_of(tokens)).layout(page_of(tokens))
 
