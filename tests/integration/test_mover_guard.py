@@ -231,3 +231,31 @@ def test_every_form_keeps_the_error_budget(tmp_path: Path, options: dict[str, An
             for page in range(PAGES):
                 rows = slice(page * TOKENS, (page + 1) * TOKENS)
                 assert np.array_equal(got[rows], exact[rows]) == (page % 2 == 0), page
+
+
+def digest(spec: PageSpec, **options: Any) -> str:
+    methods = [{"algorithm": "quantization_for_cold_page", **options}]
+    which = open_codec(
+        parse_config({"tiers": [{"type": "host", "capacity": "1MiB"}], "kv_cache_compression_config": methods}), spec
+    )
+    return Namespace.of(spec, policy_of(which), model="m", weights="00", dtype="bf16").digest.hex()
+
+
+def test_the_namespace_of_auto_is_that_of_the_form_it_became() -> None:
+    """Never one of its own: a later default must not read pages of this one, an engine that names the form may."""
+
+    def keys(tokens: int) -> PageSpec:
+        return PageSpec.mha(layers=1, kv_heads=1, head_dim=32, page_tokens=tokens, dtype=DType.BF16)
+
+    def latents(tokens: int) -> PageSpec:
+        return PageSpec.mla(layers=1, page_tokens=tokens, dtype=DType.BF16)
+
+    assert digest(keys(16)) == digest(keys(16), quant="nvfp4_token") != digest(keys(16), quant="nvfp4")
+    assert digest(keys(8)) == digest(keys(8), quant="nvfp4")
+    for tokens in (8, 16):
+        assert digest(latents(tokens)) == digest(latents(tokens), quant="nvfp4")
+    # A target of latents with a draft of keys is one page, and its keys gain.
+    both = latents(16).with_draft(keys(16))
+    assert digest(both) == digest(both, quant="nvfp4_token")
+    specs = [keys(8), keys(16), keys(32), latents(8), latents(16), both]
+    assert len({digest(spec) for spec in specs}) == len(specs)

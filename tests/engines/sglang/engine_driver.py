@@ -4,6 +4,7 @@ Run as a script, with the engine's keyword arguments as JSON in its first argume
 again before they load plugins, so what is patched at module level is patched in the scheduler too:
 
 KVTIER_TEST_SDPA=1     replaces the CPU attention of prefills, see `extend`
+KVTIER_TEST_FP8=1      lets a CPU without Intel AMX have an FP8 cache, see `allow_fp8`
 KVTIER_TEST_FAIL=FILE  the next load fails in its second layer after FILE was created (and removes it)
 """
 
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -67,6 +69,24 @@ def patch_attention() -> None:
     HookRegistry.register(target, extend, HookType.REPLACE)
 
 
+def allow_fp8() -> None:
+    """SGLang gives CPUs an FP8 cache only where its AMX kernels read it. Its own torch backend reads it as well: the
+    cache, its writes and its scales are the engine's, what is passed over is the check in front of them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def configure(original: Any, *arguments: Any, **named: Any) -> Any:
+        from sglang.srt.mem_cache import kv_cache_configurator as module
+
+        with (
+            patch.object(module, "cpu_has_amx_support", lambda: True),
+            patch.object(module, "attention_backends", lambda: ("intel_amx", "intel_amx")),
+        ):
+            return original(*arguments, **named)
+
+    target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure"
+    HookRegistry.register(target, configure, HookType.AROUND)
+
+
 def patch_loads(marker: Path) -> None:
     from kvtier.connectors.sglang.loads import BatchLoad
 
@@ -83,6 +103,8 @@ def patch_loads(marker: Path) -> None:
 
 if os.environ.get("KVTIER_TEST_SDPA") == "1":
     patch_attention()
+if os.environ.get("KVTIER_TEST_FP8") == "1":
+    allow_fp8()
 if os.environ.get("KVTIER_TEST_FAIL"):
     patch_loads(Path(os.environ["KVTIER_TEST_FAIL"]))
 
