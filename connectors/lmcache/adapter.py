@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -25,15 +24,18 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
-from kvtier.connectors.lmcache.chunk_store import ChunkStore, Found, Known
+from kvtier.connectors.lmcache.catalogue import Known
+from kvtier.connectors.lmcache.chunk_store import ChunkStore, Found
 from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, object_chunk, object_layout
 from kvtier.connectors.lmcache.identity import decode_key, encode_key
+from kvtier.connectors.lmcache.leases import Held, Leases
 from kvtier.connectors.lmcache.options import HELP, AdapterOptions
 from kvtier.connectors.lmcache.tasks import TaskBoard
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+_EXPIRE_EVERY_S = 5.0
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,16 +76,6 @@ def _guarded(
     return wrap
 
 
-class _Held:
-    """A lookup whose chunks LMCache may still load: which of them it has not yet loaded or unlocked."""
-
-    __slots__ = ("found", "left", "used")
-
-    def __init__(self, found: Found, left: set[int]) -> None:
-        self.found, self.left = found, left
-        self.used: set[int] = set()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     """A lookup that waits for pages on their way up; `go` when they are there or time is over."""
@@ -103,13 +95,12 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._stores: TaskBoard[L2StoreResult] = TaskBoard()
         self._lookups: TaskBoard[Bitmap] = TaskBoard()
         self._loads: TaskBoard[Bitmap] = TaskBoard()
-        self._lock = threading.Lock()
-        self._held: defaultdict[ObjectKey, deque[tuple[_Held, int]]] = defaultdict(deque)
         self._arrival = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._closed = False
+        self._expire_every_s = min(_EXPIRE_EVERY_S, self._options.config.lease / 4)
         self._chunks = ChunkStore(self._options, on_stored=self._tell_stored, on_removed=self._tell_removed)
-        self._start_accounting()
+        self._leases = Leases(self._options.config.lease, self._chunks.release)
         self._waiter = threading.Thread(target=self._wait, name="kvtier-lmcache-wait", daemon=True)
         self._waiter.start()
 
@@ -129,8 +120,9 @@ class KvtierL2Adapter(L2AdapterInterface):
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Store `objects`, which LMCache keeps until the task's result was posted."""
         task = next(self._tasks)
+        self._stores.begin(task, L2StoreResult(False, 0))
         if not self._start_store(task, keys, objects):
-            self._stores.finish(task, L2StoreResult(False, 0))
+            self._stores.fail(task)
         return task
 
     @_guarded(bool)
@@ -154,30 +146,27 @@ class KvtierL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Mapping[int, Any]) -> int:
         """Find chunks and pin them. What lies below host memory is promoted meanwhile."""
         task = next(self._tasks)
+        self._lookups.begin(task, Bitmap(len(keys)))
         if not self._start_lookup(task, keys, group_layout_descs):
-            self._lookups.finish(task, Bitmap(len(keys)))
+            self._lookups.fail(task)
         return task
 
     @_guarded(bool)
     def _start_lookup(self, task: int, keys: list[ObjectKey], descs: Mapping[int, Any]) -> bool:
         layouts = [self._layout_of(descs.get(key.object_group_id)) for key in keys]
         found = self._chunks.find(layouts, [encode_key(key) for key in keys])
-        self._when_there(
-            found, partial(self._answer, task, keys, found), lambda: self._lookups.finish(task, Bitmap(len(keys)))
-        )
+        self._when_there(found, partial(self._answer, task, keys, found), partial(self._lookups.fail, task))
         return True
 
     def _answer(self, task: int, keys: list[ObjectKey], found: Found) -> None:
-        bitmap = Bitmap(len(keys))
         ready = [i for i, there in enumerate(found.ready) if there]
-        if ready:
-            held = _Held(found, set(ready))
-            with self._lock:
-                for i in ready:
-                    self._held[keys[i]].append((held, i))
-            bitmap.batched_set(ready)
-        else:
+        if not ready or self._closed:
             self._chunks.release(found, ())
+            self._lookups.fail(task)
+            return
+        bitmap = Bitmap(len(keys))
+        bitmap.batched_set(ready)
+        self._leases.add(keys, found, ready)
         self._lookups.finish(task, bitmap)
 
     def _when_there(self, found: Found, go: Callable[[], object], give_up: Callable[[], object]) -> None:
@@ -194,16 +183,25 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _wait(self) -> None:
         while True:
             with self._arrival:
-                while not (self._waiting or self._closed):
-                    self._arrival.wait()
+                self._arrival.wait_for(lambda: self._waiting or self._closed, self._expire_every_s)
                 if self._closed:
                     return
-                ready = [w for w in self._waiting if not w.found.lookup.pending]
-                self._waiting = [w for w in self._waiting if w not in ready]
-            for waiting in ready:
-                self._end_waiting(waiting)
-            if not ready:
+                ready: list[_Waiting] = []
+                waiting: list[_Waiting] = []
+                for w in self._waiting:
+                    (waiting if w.found.lookup.pending else ready).append(w)
+                self._waiting = waiting
+            for w in ready:
+                self._end_waiting(w)
+            self._expire()
+            if waiting and not ready:
                 time.sleep(_POLL_S)
+
+    @_guarded(lambda: None)
+    def _expire(self) -> None:
+        ended = self._leases.expire()
+        if ended:
+            _log.warning("kvtier: %d lookups were neither loaded nor unlocked within the lease, and are let go", ended)
 
     def _end_waiting(self, waiting: _Waiting) -> None:
         try:
@@ -218,57 +216,41 @@ class KvtierL2Adapter(L2AdapterInterface):
     @_guarded(lambda: None)
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Let go of chunks that were looked up and will not be loaded."""
-        for held, pages in self._take(keys).items():
-            self._let_go(held, list(pages), used=())
-
-    def _take(self, keys: Sequence[ObjectKey]) -> dict[_Held, dict[int, int]]:
-        """The oldest hold of each key: page in its lookup -> place in `keys`."""
-        taken: dict[_Held, dict[int, int]] = {}
-        with self._lock:
-            for at, key in enumerate(keys):
-                holds = self._held.get(key)
-                if not holds:
-                    continue
-                held, page = holds.popleft()
-                if not holds:
-                    del self._held[key]
-                taken.setdefault(held, {})[page] = at
-        return taken
-
-    def _let_go(self, held: _Held, pages: Sequence[int], used: Sequence[int]) -> None:
-        with self._lock:
-            held.left.difference_update(pages)
-            held.used.update(used)
-            over = not held.left
-        if over:
-            self._chunks.release(held.found, held.used)
+        for held, pages in self._leases.take(keys).items():
+            self._leases.end(held, len(pages))
 
     # -- load --------------------------------------------------------------------------------------------------------
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Decode chunks into `objects`, which LMCache keeps until the task's result was posted."""
         task = next(self._tasks)
+        self._loads.begin(task, Bitmap(len(keys)))
         if not self._start_load(task, keys, objects):
-            self._loads.finish(task, Bitmap(len(keys)))
+            self._loads.fail(task)
         return task
 
     @_guarded(bool)
     def _start_load(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
-        taken = self._take(keys)
-        if not taken:
-            return self._find_and_load(task, keys, objects)
-        bitmap = Bitmap(len(keys))
         chunks = self._chunks_of(objects)
+        if len(chunks) != len(keys):
+            raise ValueError(f"{len(keys)} keys and {len(chunks)} objects")
+        taken = self._leases.take(keys)
+        if not taken:
+            return self._find_and_load(task, keys, chunks)
+        bitmap = Bitmap(len(keys))
         left = len(taken)
         lock = threading.Lock()
 
-        def arrived(held: _Held, places: dict[int, int], pages: set[int]) -> None:
+        def arrived(held: Held, places: dict[int, int], pages: set[int]) -> None:
             nonlocal left
-            self._let_go(held, list(places), sorted(pages))
             with lock:
                 bitmap.batched_set([places[page] for page in pages])
                 left -= 1
                 over = left == 0
+            try:
+                self._leases.end(held, len(places), pages)
+            except Exception as error:  # noqa: BLE001 - the task must be answered
+                self.count_error("load", error)
             if over:
                 self._tell_accessed([key for i, key in enumerate(keys) if bitmap.test(i)])
                 self._loads.finish(task, bitmap)
@@ -285,15 +267,17 @@ class KvtierL2Adapter(L2AdapterInterface):
             return
         self._chunks.onboard(found, pages, chunks, arrived)
 
-    def _find_and_load(self, task: int, keys: list[ObjectKey], objects: list[Any]) -> bool:
+    def _find_and_load(self, task: int, keys: list[ObjectKey], chunks: Sequence[Chunk | None]) -> bool:
         """A load without a lookup before it."""
-        chunks = self._chunks_of(objects)
         there = [i for i, chunk in enumerate(chunks) if chunk is not None]
         whole = [chunk for chunk in chunks if chunk is not None]
         found = self._chunks.find([chunk.layout for chunk in whole], [encode_key(keys[i]) for i in there])
 
         def arrived(pages: set[int]) -> None:
-            self._chunks.release(found, pages)
+            try:
+                self._chunks.release(found, pages)
+            except Exception as error:  # noqa: BLE001 - the task must be answered
+                self.count_error("load", error)
             bitmap = Bitmap(len(keys))
             bitmap.batched_set([there[n] for n in sorted(pages)])
             self._tell_accessed([keys[there[n]] for n in sorted(pages)])
@@ -323,19 +307,19 @@ class KvtierL2Adapter(L2AdapterInterface):
         not listed. ValueError for a bad `page_size` or `cursor`."""
         if page_size < 1:
             raise ValueError(f"page_size = {page_size}: must be at least 1")
-        after = last = bytes.fromhex(cursor) if cursor else b""
-        entries: list[KeyEntry] = []
-        for key, known in self._chunks.known():
-            if key <= after:
-                continue
-            told = _object_key(known.origin)
-            if told is None or (model_name is not None and told.model_name != model_name):
-                continue
-            if len(entries) == page_size:
-                return KeyListPage(tuple(entries), last.hex())
-            entries.append(KeyEntry(told.to_encoded_object_key(), known.nbytes))
-            last = key
-        return KeyListPage(tuple(entries), None)
+        after = bytes.fromhex(cursor) if cursor else b""
+        entries: list[tuple[bytes, KeyEntry]] = []
+        while True:
+            some = self._chunks.catalogue.behind(after, page_size + 1)
+            for key, known in some:
+                told = _object_key(known.origin)
+                if told is not None and model_name in (None, told.model_name):
+                    entries.append((key, KeyEntry(told.to_encoded_object_key(), known.nbytes)))
+            if len(entries) > page_size:
+                return KeyListPage(tuple(entry for _, entry in entries[:page_size]), entries[page_size - 1][0].hex())
+            if len(some) <= page_size:
+                return KeyListPage(tuple(entry for _, entry in entries), None)
+            after = some[-1][0]
 
     def get_usage(self) -> AdapterUsage:
         """Bytes in the tiers, each counted with its own copy; by tenant, what its chunks are long, counted once."""
@@ -346,6 +330,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             bytes_by_cache_salt=MappingProxyType(dict(super().get_usage().bytes_by_cache_salt)),
         )
 
+    @_guarded(lambda: {"is_healthy": False, "type": "KvtierL2Adapter"})
     def report_status(self) -> dict[str, Any]:
         """For LMCache's ``/status``: the accounting by tier, and whether a tier is out of use."""
         ledger = self._chunks.ledger.snapshot()
@@ -390,8 +375,12 @@ class KvtierL2Adapter(L2AdapterInterface):
             self._arrival.notify_all()
         for left in waiting:
             left.give_up()
-        self._waiter.join(1.0)
-        self._chunks.close()
+        if self._waiter is not threading.current_thread():
+            self._waiter.join(1.0)
+        try:
+            self._chunks.close()
+        except Exception as error:  # noqa: BLE001 - the tasks that are open must be answered all the same
+            self.count_error("close", error)
         for board in (self._stores, self._lookups, self._loads):
             board.close()
 
@@ -402,9 +391,6 @@ class KvtierL2Adapter(L2AdapterInterface):
         return [object_chunk(item, self._options.attention, self._options.rope_dim) for item in objects]
 
     # -- what LMCache is told ----------------------------------------------------------------------------------------
-
-    def _start_accounting(self) -> None:
-        self._tell_stored([known for _, known in self._chunks.known()])
 
     @_guarded(lambda: None)
     def _tell_stored(self, known: Sequence[Known]) -> None:

@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import Removal
 from kvtier.build import open_codec, open_store
 from kvtier.codecs.registry import codec
+from kvtier.connectors.lmcache.catalogue import Catalogue, Known
 from kvtier.connectors.lmcache.chunks import Attention, Chunk, ChunkLayout, plain_layout
+from kvtier.connectors.lmcache.gate import Gate, Passage
 from kvtier.connectors.lmcache.identity import namespace_of
 from kvtier.connectors.lmcache.options import AdapterOptions
 from kvtier.keys import Namespace
+from kvtier.ledger import OffloadOutcome
 from kvtier.lookup import UNPINNED, Lookup
 from kvtier.mover import OffloadResult, OnboardResult, PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
@@ -35,28 +38,30 @@ T = TypeVar("T")
 _MOST_LAYOUTS = 64
 """Layouts served at a time: each has threads of its own."""
 _CLOSE_S = 1.5
+_LEAVE_S = 10.0
+"""How long `close` waits for a job in LMCache's memory: if that is unmapped before it is out, the process crashes."""
+_JOB_BYTES = 256 << 20
+"""What one job moves: `close` waits for at most one per worker."""
 _PROBE_BYTES = 1 << 16
 """What ``/readyz`` puts and gets: the size of chunks is not known before the first one."""
 _UNKNOWN = plain_layout(1)
 """Stands for every chunk of which LMCache tells no shape."""
 
 
-class Known(NamedTuple):
-    """A chunk that is in a tier: the key that it was stored under, and its bytes there."""
-
-    origin: bytes
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A lookup of chunks: `ready[i]` says whether chunk i is verified and pinned in host memory."""
+    """A lookup of chunks: `ready[i]` says whether chunk i is verified and pinned in host memory. layouts, hashes: as
+    asked for. pages: index of each chunk in `lookup`, which has one page for a chunk that is asked for twice."""
 
     lookup: Lookup
+    layouts: tuple[ChunkLayout, ...]
+    hashes: tuple[bytes, ...]
+    pages: tuple[int, ...]
 
     @property
     def ready(self) -> list[bool]:
-        return [pin != UNPINNED for pin in self.lookup.pins]
+        pins = self.lookup.pins
+        return [pins[page] != UNPINNED for page in self.pages]
 
 
 class ChunkStore:
@@ -75,11 +80,11 @@ class ChunkStore:
     ) -> None:
         self.options = options
         self._config = options.config
-        self._on_stored, self._on_removed = on_stored, on_removed
+        self.catalogue = Catalogue(on_stored, on_removed)
+        self._gate = Gate()
         self._lock = threading.Lock()
         self._movers: dict[ChunkLayout, PageMover] = {}
         self._namespaces: dict[ChunkLayout, Namespace] = {}
-        self._known: dict[bytes, Known] = {}
         self._numbers = itertools.count()
         self._closed = False
         self.store: TieredStore = open_store(
@@ -90,7 +95,7 @@ class ChunkStore:
         try:
             for tier in self.store.lower:
                 if not tier.capabilities.shared:
-                    self._known |= {key: Known(meta.origin, meta.nbytes) for key, meta in tier.scan()}
+                    self.catalogue.add((key, Known(meta.origin, meta.nbytes)) for key, meta in tier.scan())
             if self._config.http is not None:
                 self._http = HttpExporter(
                     self.ledger.registry,
@@ -115,7 +120,7 @@ class ChunkStore:
         return self._namespace(layout).page_keys(hashes)
 
     def _namespace(self, layout: ChunkLayout) -> Namespace:
-        layout = _UNKNOWN if not layout.known else layout.whole or layout
+        layout = _keyed_by(layout)
         with self._lock:
             known = self._namespaces.get(layout)
             if known is None:
@@ -149,7 +154,7 @@ class ChunkStore:
             last = next(iter(self._movers)) if len(self._movers) > _MOST_LAYOUTS else None
             surplus = self._movers.pop(last) if last is not None else None
         if surplus is not None:
-            surplus.close(_CLOSE_S)
+            surplus.close(0.0)  # what it has queued ends by itself
         return mover
 
     # -- store, find, load -------------------------------------------------------------------------------------------
@@ -166,9 +171,15 @@ class ChunkStore:
             len(parts), lambda results: self._offloaded(results, hashes, parts, done)
         )
         for n, ((layout, members), mover, (pool, ids)) in enumerate(zip(parts, movers, pools, strict=True)):
+            passage = self._gate.passage()
             valid = [chunks[i].tokens or layout.spec.page_tokens for i in members]
-            ticket = mover.offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid)
-            ticket.then(partial(gather.put, n))
+            try:
+                ticket = mover.offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid, ready=passage.enter)
+            except Exception as error:  # noqa: BLE001 - counted; the other parts may be reading already
+                self._count("engine", "a store could not be started", error)
+                gather.put(n, OffloadResult({OffloadOutcome.FAILED: len(members)}))
+                continue
+            ticket.then(partial(_leave, passage, partial(gather.put, n)))
 
     def _offloaded(
         self,
@@ -177,94 +188,134 @@ class ChunkStore:
         parts: Sequence[tuple[ChunkLayout, list[int]]],
         done: Callable[[bool, list[bool]], object],
     ) -> None:
+        """Always ends in `done`."""
         fresh = [False] * len(hashes)
-        stored: list[Known] = []
-        for layout, members in parts:
-            keys = self.keys_of(layout, [hashes[i] for i in members])
-            for i, key, nbytes in zip(members, keys, self.store.host.length_many(keys), strict=True):
-                with self._lock:
-                    fresh[i] = nbytes >= 0 and key not in self._known
-                    if fresh[i]:
-                        self._known[key] = Known(hashes[i], nbytes)
-                        stored.append(self._known[key])
-        if stored:
-            self._on_stored(stored)
-        done(all(result.ok for result in results), fresh)
+        ok = all(result.ok for result in results)
+        try:
+            for layout, members in parts:
+                keys = self.keys_of(layout, [hashes[i] for i in members])
+                for i, new in zip(members, self._enter(keys, [hashes[i] for i in members]), strict=True):
+                    fresh[i] = new
+        except Exception as error:  # noqa: BLE001 - counted; the chunks are stored, if they are
+            self._count("engine", "stored chunks could not be listed", error)
+        done(ok, fresh)
+
+    def _enter(self, keys: Sequence[bytes], hashes: Sequence[bytes]) -> list[bool]:
+        """List those of these chunks that are in a tier of this node; which were not listed before."""
+        nbytes = self._lengths(keys)
+        here = [i for i, n in enumerate(nbytes) if n >= 0]
+        added = self.catalogue.add((keys[i], Known(hashes[i], nbytes[i])) for i in here)
+        fresh = [False] * len(keys)
+        for i, new in zip(here, added, strict=True):
+            fresh[i] = new
+        # One that left between the two was not listed yet when that was told.
+        self._forget_absent([keys[i] for i in here if fresh[i]])
+        return fresh
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Bytes of chunks in a tier of this node; negative where none is known to have them."""
+        found = list(self.store.host.length_many(keys))
+        for tier in self.store.lower:
+            left = [i for i, n in enumerate(found) if n < 0] if not tier.capabilities.shared else []
+            for i, n in zip(left, tier.length_many([keys[i] for i in left]), strict=True):
+                found[i] = n
+        return found
 
     def find(self, layouts: Sequence[ChunkLayout], hashes: Sequence[bytes]) -> Found:
         """Look chunks up, each of use by itself; pins what is in host memory and starts the promotion of the rest.
         `release` must follow."""
         keys: list[bytes] = [b""] * len(hashes)
-        for layout, members in _by_layout([layout if layout.known else _UNKNOWN for layout in layouts]).items():
+        keyed = tuple(_keyed_by(layout) for layout in layouts)
+        for layout, members in _by_layout(keyed).items():
             for i, key in zip(members, self.keys_of(layout, [hashes[i] for i in members]), strict=True):
                 keys[i] = key
-        return Found(self.store.lookup(f"lmcache-{next(self._numbers)}", keys, sparse=True))
+        unique = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        lookup = self.store.lookup(f"lmcache-{next(self._numbers)}", list(unique), sparse=True)
+        return Found(lookup, keyed, tuple(hashes), tuple(unique[key] for key in keys))
 
     def onboard(
-        self, found: Found, pages: Sequence[int], chunks: Sequence[Chunk], done: Callable[[set[int]], object]
+        self, found: Found, wanted: Sequence[int], chunks: Sequence[Chunk], done: Callable[[set[int]], object]
     ) -> None:
-        """Load chunks `pages` (indices in `found`) into memory; ``done(those that arrived)`` follows. A chunk found bad
-        leaves the tiers, and the others are loaded all the same."""
-        parts = _in_pools(chunks)
+        """Load chunks `wanted` (indices in `found`) into memory; ``done(those that arrived)`` follows, always. A chunk
+        found bad leaves the tiers, and the others are loaded all the same; so are those for which there is memory of
+        another layout than was asked for."""
+        fits = [n for n, i in enumerate(wanted) if _keyed_by(chunks[n].layout) is found.layouts[i]]
+        parts = _in_pools([chunks[n] for n in fits])
         gather: _Gather[set[int]] = _Gather(len(parts), lambda arrived: done(set().union(*arrived)))
-        for n, (layout, members) in enumerate(parts):
-            wanted, memory = [pages[i] for i in members], [chunks[i] for i in members]
-            self._onboard(found, layout, wanted, memory, partial(gather.put, n))
+        for part, (layout, members) in enumerate(parts):
+            some, memory = [wanted[fits[i]] for i in members], [chunks[fits[i]] for i in members]
+            self._onboard(found, layout, some, memory, partial(gather.put, part))
 
     def _onboard(
         self,
         found: Found,
         layout: ChunkLayout,
-        pages: list[int],
+        wanted: list[int],
         chunks: list[Chunk],
         done: Callable[[set[int]], object],
     ) -> None:
         """Always ends in `done`: whoever waits for the other parts waits for this one too."""
+        passage = self._gate.passage()
 
         def loaded(result: OnboardResult) -> None:
             if result.ok or not result.failed_pages:
-                done(set(pages) if result.ok else set())
+                done(set(wanted) if result.ok else set())
                 return
-            good = [i for i, page in enumerate(pages) if page not in result.failed_pages]
+            good = [n for n, i in enumerate(wanted) if found.pages[i] not in result.failed_pages]
             self._drop(found.lookup, result.failed_pages)
-            self._onboard(found, layout, [pages[i] for i in good], [chunks[i] for i in good], done)
+            self._onboard(found, layout, [wanted[n] for n in good], [chunks[n] for n in good], done)
 
-        if not pages:
+        if not wanted:
             done(set())
             return
         try:
             pool, ids = layout.pool(chunks)
-            ticket = self._mover(layout).onboard(found.lookup, pool, ids, pages=pages)
+            pages = [found.pages[i] for i in wanted]
+            ticket = self._mover(layout).onboard(found.lookup, pool, ids, pages=pages, ready=passage.enter)
         except Exception as error:  # noqa: BLE001 - counted; nothing of this part was loaded
-            self._count("a load could not be started", error)
+            self._count("load", "a load could not be started", error)
             done(set())
             return
-        ticket.then(loaded)
+        ticket.then(partial(_leave, passage, loaded))
 
     def _drop(self, lookup: Lookup, pages: Sequence[int]) -> None:
         """Remove chunks that are bad in host memory from below it too, so that they are stored again."""
         try:
             self.store.delete([lookup.keys[page] for page in pages])
         except Exception as error:  # noqa: BLE001 - the store is closing
-            self._count("a bad chunk could not be deleted", error)
+            self._count("load", "a bad chunk could not be deleted", error)
 
-    def _count(self, what: str, error: BaseException) -> None:
-        self.ledger.error("load")
+    def _count(self, site: str, what: str, error: BaseException) -> None:
+        self.ledger.error(site)
         _log.error("kvtier: %s", what, exc_info=error)
 
     def release(self, found: Found, used: Iterable[int]) -> None:
         """The request is over, and used these of its chunks: count them and let go of the pins."""
-        used = set(used)
-        unused = [i for i, pin in enumerate(found.lookup.pins) if pin != UNPINNED and i not in used]
-        self.store.give_back(found.lookup, unused)
-        self.store.settle(found.lookup.request_id)
+        lookup, pages = found.lookup, {found.pages[i] for i in used}
+        try:
+            self._enter_arrived(found)
+        finally:
+            unused = [page for page, pin in enumerate(lookup.pins) if pin != UNPINNED and page not in pages]
+            self.store.give_back(lookup, unused)
+            self.store.settle(lookup.request_id)
+
+    def _enter_arrived(self, found: Found) -> None:
+        """List what came from a tier that several machines share: now it is here too."""
+        shared = {tier.name for tier in self.store.lower if tier.capabilities.shared}
+        lookup = found.lookup
+        if not shared.intersection(lookup.origins.values()):
+            return
+        hash_of = dict(zip(found.pages, found.hashes, strict=True))
+        came = [page for page, name in list(lookup.origins.items()) if name in shared]
+        came = [page for page in came if lookup.pins[page] != UNPINNED and lookup.keys[page] not in self.catalogue]
+        if came:
+            self._enter([lookup.keys[page] for page in came], [hash_of[page] for page in came])
 
     def delete(self, hashes: Sequence[bytes]) -> None:
         """Remove chunks from every tier, of whatever layout they are."""
-        wanted = set(hashes)
         with self._lock:
             layouts = list(self._namespaces)
-            keys = {key for key, known in self._known.items() if known.origin in wanted}
+        keys = self.catalogue.stored_under(hashes)
         for layout in layouts:
             keys.update(self.keys_of(layout, hashes))
         self.store.delete(sorted(keys))
@@ -272,32 +323,48 @@ class ChunkStore:
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def known(self) -> list[tuple[bytes, Known]]:
-        """Every chunk in a tier of this node, by key."""
-        with self._lock:
-            return sorted(self._known.items())
+        """Every chunk in a tier of this node, by page key."""
+        return self.catalogue.behind(b"", len(self.catalogue))
 
     def _removed(self, keys: Sequence[bytes], removal: Removal) -> None:
+        self._forget_absent([key for key in keys if key in self.catalogue])
+
+    def _forget_absent(self, keys: Sequence[bytes]) -> None:
+        """Take those of these chunks that no tier of this node has any more off the list."""
+        if not keys:
+            return
         here = self.store.host.contains_many(keys)
         below = self.store.known_below(keys)
-        gone = [key for key, a, b in zip(keys, here, below, strict=True) if not (a or b)]
-        with self._lock:
-            lost = [known for key in gone if (known := self._known.pop(key, None)) is not None]
-        if lost:
-            self._on_removed(lost)
+        self.catalogue.remove([key for key, a, b in zip(keys, here, below, strict=True) if not (a or b)])
 
     def close(self) -> None:
-        """End all copying and close every tier. Safe to call twice."""
+        """End all copying and close every tier; from then on nobody touches memory of LMCache's. What is queued fails,
+        what has begun ends. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             movers = list(self._movers.values())
+        self._gate.shut()
+        self.store.stop_waiting()
+        if not self._gate.wait(_LEAVE_S):
+            _log.error("kvtier: closed while chunks were still being copied")
         give_up = time.monotonic() + _CLOSE_S
         for mover in movers:
             mover.close(max(0.05, (give_up - time.monotonic()) / 2))
         self.store.close(max(0.05, give_up - time.monotonic()))
         if self._http is not None:
             self._http.close()
+
+
+def _leave(passage: Passage, then: Callable[[T], object], result: T) -> None:
+    passage.leave()
+    then(result)
+
+
+def _keyed_by(layout: ChunkLayout) -> ChunkLayout:
+    """The layout by which the keys of a chunk are made."""
+    return (layout.whole or layout) if layout.known else _UNKNOWN
 
 
 class _Gather(Generic[T]):
@@ -327,10 +394,11 @@ def _by_layout(layouts: Sequence[ChunkLayout]) -> dict[ChunkLayout, list[int]]:
 
 
 def _in_pools(chunks: Sequence[Chunk]) -> list[tuple[ChunkLayout, list[int]]]:
-    """Indices of the chunks that go through one pool, with its layout: those of one, and each partial one by itself."""
+    """Indices of the chunks that go through one pool, with its layout: so many of one, and each partial one by
+    itself."""
     whole = [i for i, chunk in enumerate(chunks) if chunk.layout.whole is None]
-    parts = [
-        (layout, [whole[n] for n in members])
-        for layout, members in _by_layout([chunks[i].layout for i in whole]).items()
-    ]
+    parts: list[tuple[ChunkLayout, list[int]]] = []
+    for layout, members in _by_layout([chunks[i].layout for i in whole]).items():
+        most = max(1, _JOB_BYTES // layout.nbytes)
+        parts += [(layout, [whole[n] for n in members[at : at + most]]) for at in range(0, len(members), most)]
     return parts + [(chunk.layout, [i]) for i, chunk in enumerate(chunks) if chunk.layout.whole is not None]

@@ -16,6 +16,7 @@ class TaskBoard(Generic[T]):
     def __init__(self) -> None:
         self._event = create_event_notifier()
         self._lock = threading.Lock()
+        self._open: dict[int, T] = {}
         self._results: dict[int, T] = {}
         self._closed = False
 
@@ -24,12 +25,27 @@ class TaskBoard(Generic[T]):
         number: int = self._event.fileno()
         return number
 
-    def finish(self, task: int, result: T) -> None:
-        """Post a result."""
+    def begin(self, task: int, nothing: T) -> None:
+        """A task whose result follows; `nothing` is its result if it comes to nothing."""
         with self._lock:
-            if self._closed:
-                return
-            self._results[task] = result
+            self._open[task] = nothing
+
+    def finish(self, task: int, result: T) -> None:
+        """Post the result of a task that is open; its first one counts."""
+        with self._lock:
+            if self._open.pop(task, None) is not None:
+                self._post(task, result)
+
+    def fail(self, task: int) -> None:
+        """The task came to nothing."""
+        with self._lock:
+            nothing = self._open.pop(task, None)
+            if nothing is not None:
+                self._post(task, nothing)
+
+    def _post(self, task: int, result: T) -> None:
+        self._results[task] = result
+        if not self._closed:
             self._event.notify()
 
     def pop(self, task: int) -> T | None:
@@ -44,8 +60,11 @@ class TaskBoard(Generic[T]):
             return results
 
     def close(self) -> None:
-        """Give the event's descriptor back. Safe to call twice."""
+        """What is still open came to nothing; results can be asked for as before, without an event. Safe to call
+        twice."""
         with self._lock:
+            while self._open:
+                self._post(*self._open.popitem())
             if not self._closed:
                 self._closed = True
                 self._event.close()

@@ -105,18 +105,30 @@ class Storage:
 
     def get(self, asked: Sequence[ObjectKey], desc: MemoryLayoutDesc) -> dict[int, list[torch.Tensor]]:
         """What a prefetch finds, by index in `asked`."""
-        group = GroupedObjectKeys(keys=list(asked), object_group_id=asked[0].object_group_id, layout_desc=desc)
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(key_groups=[group]))
+        return self.get_rows([(asked, desc)])[0]
+
+    def get_rows(
+        self, rows: Sequence[tuple[Sequence[ObjectKey], MemoryLayoutDesc]]
+    ) -> list[dict[int, list[torch.Tensor]]]:
+        """What one prefetch of several object groups or ranks finds, by row and index."""
+        groups = [
+            GroupedObjectKeys(keys=list(asked), object_group_id=asked[0].object_group_id, layout_desc=desc)
+            for asked, desc in rows
+        ]
+        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(key_groups=groups))
         assert self.manager.wait_prefetch_status(handle, 60), "the prefetch did not end"
         result = self.manager.query_prefetch_status(handle)
-        hit = [i for i in range(len(asked)) if result.hit_cells[0].test(i)]
-        found: dict[int, list[torch.Tensor]] = {}
-        if hit:
-            with self.manager.read_prefetched_results([asked[i] for i in hit]) as objects:
-                for i, item in zip(hit, objects, strict=True):
-                    found[i] = [item.get_tensor(n).clone() for n in range(len(desc.shapes))]
-            self.manager.finish_read_prefetched([asked[i] for i in hit])
-        return found
+        answer = []
+        for (asked, desc), cells in zip(rows, result.hit_cells, strict=True):
+            hit = [i for i in range(len(asked)) if cells.test(i)]
+            found: dict[int, list[torch.Tensor]] = {}
+            if hit:
+                with self.manager.read_prefetched_results([asked[i] for i in hit]) as objects:
+                    for i, item in zip(hit, objects, strict=True):
+                        found[i] = [item.get_tensor(n).clone() for n in range(len(desc.shapes))]
+                self.manager.finish_read_prefetched([asked[i] for i in hit])
+            answer.append(found)
+        return answer
 
     @property
     def adapter(self) -> Any:

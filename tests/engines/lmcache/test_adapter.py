@@ -2,101 +2,13 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-RAW = [{"algorithm": "quantization_for_cold_page", "quant": "none"}]
-GROUP = 0
-
-
-class Driver:
-    """Calls one adapter as a controller does: submit, wait for the descriptor, take the result."""
-
-    def __init__(self, adapter: Any) -> None:
-        from .storage import VLLM
-
-        self.adapter, self.desc = adapter, VLLM
-
-    def objects(self, n: int, fill: int | None = None) -> list[Any]:
-        import torch
-        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
-
-        (shape,), (dtype,) = self.desc.shapes, self.desc.dtypes
-        made = []
-        for i in range(n):
-            raw = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
-            if fill is not None:
-                raw.view(dtype).fill_(float(fill + i))
-            meta = MemoryObjMetadata(
-                shape=shape,
-                dtype=dtype,
-                address=0,
-                phy_size=len(raw),
-                fmt=MemoryFormat.KV_2LTD,
-                ref_count=1,
-                shapes=[shape],
-                dtypes=[dtype],
-            )
-            made.append(TensorMemoryObj(raw, meta, None))
-        return made
-
-    @staticmethod
-    def _wait(fd: int, limit_s: float = 30.0) -> None:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        assert poller.poll(limit_s * 1000), "no event in time"
-
-    def store(self, keys: Sequence[Any], objects: list[Any]) -> Any:
-        task = self.adapter.submit_store_task(list(keys), objects)
-        results: dict[int, Any] = {}
-        give_up = time.monotonic() + 30.0
-        while task not in results:
-            assert time.monotonic() < give_up
-            self._wait(self.adapter.get_store_event_fd())
-            results |= self.adapter.pop_completed_store_tasks()
-        return results[task]
-
-    def _result(self, query: Any, task: int, fd: int) -> list[int]:
-        self._wait(fd)
-        give_up = time.monotonic() + 30.0
-        while (bitmap := query(task)) is None:
-            assert time.monotonic() < give_up
-            time.sleep(0.002)
-        assert query(task) is None, "a result is given out once"
-        return [i for i in range(bitmap.size()) if bitmap.test(i)]
-
-    def lookup(self, keys: Sequence[Any]) -> list[int]:
-        task = self.adapter.submit_lookup_and_lock_task(list(keys), {GROUP: self.desc})
-        return self._result(
-            self.adapter.query_lookup_and_lock_result, task, self.adapter.get_lookup_and_lock_event_fd()
-        )
-
-    def load(self, keys: Sequence[Any], objects: list[Any]) -> list[int]:
-        task = self.adapter.submit_load_task(list(keys), objects)
-        return self._result(self.adapter.query_load_result, task, self.adapter.get_load_event_fd())
-
-
-@pytest.fixture
-def drive() -> Iterator[Any]:
-    from kvtier.connectors.lmcache import KvtierL2Adapter, KvtierL2AdapterConfig
-
-    running: list[Any] = []
-
-    def build(**params: Any) -> Driver:
-        params = {"attention": "vllm", "kv_cache_compression_config": RAW, **params}
-        running.append(KvtierL2Adapter(KvtierL2AdapterConfig.from_dict(params)))
-        return Driver(running[-1])
-
-    yield build
-    for adapter in running:
-        adapter.close()
-        adapter.close()
 
 
 def test_the_three_descriptors_differ_and_every_result_comes_once(drive: Any) -> None:
@@ -269,7 +181,7 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
         thread.join(120.0)
     assert not failures and not tasks
     status = driver.adapter.report_status()
-    assert status["open_lookups"] == 0 and not driver.adapter._held
+    assert status["open_lookups"] == 0 and len(driver.adapter._leases) == 0
     assert status["lookups"] == sum(status["hits"].values()) + sum(status["misses"].values()) > 0
 
 
@@ -317,7 +229,7 @@ def test_keys_are_told_apart_and_can_be_read_back() -> None:
     assert decode_key(b"") is None and decode_key(b"\x01" * 19) is None
 
 
-def _layout(driver: Driver) -> Any:
+def _layout(driver: Any) -> Any:
     return driver.adapter._layout_of(driver.desc)
 
 

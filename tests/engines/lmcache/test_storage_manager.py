@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,6 @@ import pytest
 
 RAW = [{"algorithm": "quantization_for_cold_page", "quant": "none"}]
 NVFP4 = [{"algorithm": "quantization_for_cold_page", "quant": "nvfp4"}]
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    from .storage import Storage
-
-    running: list[Storage] = []
-
-    def build(*specs: dict[str, Any], **options: Any) -> Storage:
-        running.append(Storage(*specs, **options))
-        return running[-1]
-
-    yield build
-    for storage in running:
-        storage.close()
 
 
 def tiers(folder: Path | None = None, host: str = "64MiB") -> list[dict[str, Any]]:
