@@ -1,7 +1,8 @@
 """``kvtier bench server``: what a byte costs the cache server beside redis-server, and our client beside redis-py.
 
-In one run: the server over unix sockets, the clients over these and over TCP. Unlike in the other benches, ``baseline``
-is the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. "get among
+In one run: the server over unix sockets, the clients over these, over TCP, and over TLS where there are openssl and a
+redis-server that speaks it (Python can neither gather nor scatter there). Unlike in the other benches, ``baseline`` is
+the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. "get among
 sets" is the 99th percentile of a GET while two writers keep setting values (``mb_per_s``), over that of an idle server.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -24,7 +26,7 @@ from kvtier.abc.tier import PageMeta, PutItem
 from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle, set_value
 from kvtier.errors import KVTierError, missing_extra
 from kvtier.keys import checksum
-from kvtier.storage_backends.redis.options import Address, RedisOptions
+from kvtier.storage_backends.redis.options import Address, RedisOptions, TlsOptions
 from kvtier.testing.redis_servers import find_server, free_port
 
 BLOCK_BYTES = 1 << 20
@@ -50,13 +52,24 @@ def run(
         port = free_port()
         capacity = max(256 << 20, 4 * _KEYS * max(block_bytes))
         ours = stack.enter_context(_process(folder / "k.sock", _serve_command(folder / "k.sock", capacity)))
-        theirs = stack.enter_context(_process(folder / "r.sock", _redis_command(folder, folder / "r.sock", port)))
+        tls_port = free_port()
+        tls = _tls_options(folder, tls_port)
+        command = _redis_command(folder, folder / "r.sock", port)
+        try:
+            theirs = stack.enter_context(_process(folder / "r.sock", [*command, *tls]))
+        except KVTierError:
+            if not tls:
+                raise
+            tls = []  # built without
+            theirs = stack.enter_context(_process(folder / "r.sock", command))
         for nbytes in block_bytes:
             count = max(1, batch_bytes // nbytes)
             rows += _server_rows(folder, ours, theirs, nbytes, count, rounds)
             rows.append(_flood_row(folder / "k.sock", nbytes, min(rounds, _FLOOD_RUNS), max(20, 12 * count)))
             for where in (Address(path=str(folder / "r.sock")), Address("127.0.0.1", port)):
                 rows += _client_rows(where, nbytes, count, rounds)
+            if tls:
+                rows += _client_rows(Address("127.0.0.1", tls_port), nbytes, count, rounds, ca=folder / "cert.pem")
     return rows
 
 
@@ -105,7 +118,8 @@ def _flood_row(path: Path, nbytes: int, rounds: int, gets: int) -> Row:
 # ---- the client
 
 
-def _client_rows(where: Address, nbytes: int, count: int, rounds: int) -> list[Row]:
+def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Path | None = None) -> list[Row]:
+    """ca: the server's certificate, where it speaks TLS."""
     from kvtier.storage_backends.redis.connection import Connection
     from kvtier.storage_backends.redis.tier import RedisTier
 
@@ -113,15 +127,20 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int) -> list[R
         redis = importlib.import_module("redis")
     except ImportError as e:
         raise missing_extra("redis", "redis") from e
-    transport = "unix" if where.path else "tcp"
-    options = RedisOptions.of(f"unix://{where.path}" if where.path else f"redis://{where}", timeout_s=60.0)
+    transport = "unix" if where.path else "tcp" if ca is None else "tls"
+    url = f"unix://{where.path}" if where.path else f"{'redis' if ca is None else 'rediss'}://{where}"
+    options = RedisOptions.of(url, timeout_s=60.0, tls=None if ca is None else TlsOptions(ca=ca))
     value, out = os.urandom(nbytes), memoryview(bytearray(nbytes))
     keys = [bytes([n]) * 32 for n in range(_KEYS)]
     metas = [PageMeta(nbytes, 1, 0, checksum(value, key), bytes(16)) for key in keys]
     outs = [memoryview(bytearray(nbytes)) for _ in range(8)]
     connection = Connection(where, options, time.monotonic() + 3600, database=0)
     tier = RedisTier(options)
-    target = {"unix_socket_path": where.path} if where.path else {"host": where.host, "port": where.port}
+    target: dict[str, Any] = (
+        {"unix_socket_path": where.path} if where.path else {"host": where.host, "port": where.port}
+    )
+    if ca is not None:
+        target |= {"ssl": True, "ssl_ca_certs": str(ca)}
     peer: Any = redis.Redis(**target, protocol=2)
 
     def bare_set() -> None:
@@ -233,6 +252,20 @@ def _redis_command(folder: Path, path: Path, port: int = 0) -> list[str]:
         binary, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path),
         "--save", "", "--appendonly", "no", "--dir", str(folder),
     ]  # fmt: skip
+
+
+def _tls_options(folder: Path, port: int) -> list[str]:
+    """For redis-server to speak TLS at `port`, with a certificate made in `folder`; empty where there is no openssl."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        return []
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=bench"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return []
+    options = ["--tls-port", str(port), "--tls-cert-file", cert, "--tls-key-file", key]
+    return [*options, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"]
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
         yield bad(
             what, room, f"set the tier's capacity to at most {size((left + used * sharing) / sharing)} per directory"
         )
-    elif used - _log_bytes(held) > capacity_bytes:
+    elif _page_bytes(held) > capacity_bytes:
         yield warning(
             what, f"{room}: what is over the capacity goes at the next start", "raise the capacity to keep it"
         )
@@ -176,9 +176,9 @@ def _stored_bytes(path: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in files)
 
 
-def _log_bytes(held: list[Path]) -> int:
-    """What of that the tiers' logs have: the capacity is of pages."""
-    return sum(file.stat().st_blocks * 512 for folder in held for file in folder.glob("index.log*"))
+def _page_bytes(held: list[Path]) -> int:
+    """What pages have of that: the capacity holds neither for the tiers' logs nor for what a file system adds."""
+    return sum(file.stat().st_size for folder in held for file in folder.glob("segment-*"))
 
 
 def _user(folder: Path) -> str | None:

@@ -783,7 +783,12 @@ def test_the_bench_runs_and_tells_all_fields() -> None:
     from kvtier.cli.bench_server import run
 
     rows = run(block_bytes=(100_000,), rounds=1, batch_bytes=4_000_000)
-    clients = [(f"{who}-{via}", op) for via in ("unix", "tcp") for who, op in
+    with_tls = [] if not any(r["tier"] == "client-tls" for r in rows) else ["tls"]
+    if shutil.which("openssl") is not None and b"libssl" in subprocess.run(
+        ["ldd", str(find_server("redis"))], capture_output=True, check=False
+    ).stdout:  # fmt: skip
+        assert with_tls, "this redis-server speaks TLS"
+    clients = [(f"{who}-{via}", op) for via in ("unix", "tcp", *with_tls) for who, op in
                (("client", "set"), ("client", "get"), ("redis", "put"), ("redis", "get"))]  # fmt: skip
     assert [(r["tier"], r["op"]) for r in rows] == [
         ("server", "set"), ("server", "get"), ("server", "get among sets"), *clients,
