@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.codecs.registry import codec
 from kvtier.config import Config, load_config, parse_config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, SpecError
+from kvtier.spec import GROUP, DType, PageSpec
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ CONNECTOR_OPTION = "kv_connector"
 CONFIG_OPTION = "kv_connector_config"
 DEFAULT_PAGE_TOKENS = 64
 DEFAULT_CONFIG: Mapping[str, Any] = {"tiers": [{"type": "host", "capacity": "4GiB"}]}
+_FORMS_OF_TOKENS = ("nvfp4_offset", "nvfp4_token", "k8v4")
 LINKER_MODULE = "kvtier.connectors.sglang.linker"
 LINKER_CLASS = "KVTierLinker"
 
@@ -94,10 +97,12 @@ def linker_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--kv-connector = {name!r}: the one connector here is {NAME!r}")
     refuse_excluded(options, (*EXCLUDED, *TAKEN))
     reference = _reference(config)
-    check_waiting(resolve_config(reference))
+    config_read = resolve_config(reference)
+    check_waiting(config_read)
     if options.get("page_size") is None:
         _log.info("kvtier sets --page-size %d; give --page-size to choose another", DEFAULT_PAGE_TOKENS)
         options["page_size"] = DEFAULT_PAGE_TOKENS
+    check_page_tokens(config_read, options["page_size"])
     options["enable_unified_cache_external_linker"] = True
     options["unified_cache_external_linker_backend"] = "dynamic"
     options["unified_cache_external_linker_config"] = {
@@ -136,6 +141,17 @@ def check_waiting(config: Config) -> None:
             f"promote_deadline = {config.promote_deadline} s must be shorter than SGLANG_REQ_WAITING_TIMEOUT = "
             f"{timeout_s} s: lower the first or raise the second"
         )
+
+
+def check_page_tokens(config: Config, page_tokens: int) -> None:
+    """A form of K that was asked for by name must be able to hold pages of that size."""
+    if config.cold_page is None or config.cold_page.quant not in _FORMS_OF_TOKENS:
+        return
+    page = PageSpec.mha(layers=1, kv_heads=1, head_dim=GROUP, page_tokens=page_tokens, dtype=DType.BF16)
+    try:
+        codec(config.cold_page.quant).layout(page)
+    except SpecError as error:
+        raise ConfigError(f"--page-size = {page_tokens}: {error}") from None
 
 
 def _reference(config: Any) -> dict[str, Any]:

@@ -83,6 +83,18 @@ def test_a_mistake_in_the_config_file_is_named(tmp_path: Path) -> None:
         parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
 
 
+@pytest.mark.parametrize("quant", ["nvfp4_offset", "nvfp4_token", "k8v4"])
+def test_a_form_that_cannot_hold_the_engines_pages_is_refused_by_name(quant: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    method = f"kv_cache_compression_config: [{{algorithm: quantization_for_cold_page, quant: {quant}}}]"
+    file.write_text(f"tiers: [{{type: host, capacity: 1GiB}}]\n{method}\n")
+    arguments = ("--kv-connector", "kvtier", "--kv-connector-config", str(file))
+    with pytest.raises(SystemExit, match=rf"error: --page-size = 8: quant = {quant} needs pages of .*; use nvfp4"):
+        parse(*arguments, "--page-size", "8")
+    assert parse(*arguments, "--page-size", "16").page_size == 16
+    assert parse(*arguments).page_size == 64
+
+
 def test_requests_may_not_be_held_longer_than_the_engine_lets_them_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")
     with pytest.raises(SystemExit, match=r"promote_deadline = 2\.0 s"):
