@@ -1,5 +1,6 @@
-"""A process of its own that generates greedily with vLLM on the CPU, once, and prints what came out as the only line that starts
-with a brace: ``{"tokens", "cached_tokens", "metrics"}``. Its argument: ``{"model", "prompt", "max_tokens", "lmcache_port"}``."""
+"""A process of its own that generates greedily with vLLM on the CPU, once. The only line that starts with a brace says
+what came out: ``{"tokens", "cached_tokens", "metrics"}``. Its argument: ``{"model", "prompt", "max_tokens",
+"lmcache_port"}``."""
 
 from __future__ import annotations
 
