@@ -288,7 +288,10 @@ class PageMover:
             seeds = np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64)
             result = codec.encode(layout, pool, ids[pages], valid[pages], arena, offsets, seeds)
             self._ledger.time_codec("encode", time.perf_counter() - start)
-            self._measure_some(codec, layout, pool, ids[pages], valid[pages], offsets, result.refused)
+            error = result.relative_error
+            # Only a page that could be encoded has an error. Those over their budget are what the guard is to see.
+            lost = result.refused if error is None else result.refused & ~np.isfinite(error)
+            self._measure_some(codec, layout, pool, ids[pages], valid[pages], offsets, lost)
             refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
@@ -303,8 +306,6 @@ class PageMover:
             committed = True
             self.store.commit([keys[i] for i in good], [slots[i] for i in good], metas)
             self._count_moved(Direction.OFFLOAD, metas)
-            # Only a page that could be encoded has an error.
-            error = result.relative_error
             over = set() if error is None else {pages[n] for n in np.flatnonzero(np.isfinite(error))}
             groups = {
                 OffloadOutcome.STORED_OVER_BUDGET: [i for i in refused if i in over],
@@ -323,12 +324,13 @@ class PageMover:
         ids: npt.NDArray[np.int64],
         valid: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
-        refused: npt.NDArray[np.bool_],
+        lost: npt.NDArray[np.bool_],
     ) -> None:
-        """The quality sample: relative errors of some of the pages just encoded, by layer and role."""
+        """The quality sample: relative errors of some of the pages just encoded, by layer and role. `lost` could not
+        be."""
         if not codec.quality_sample:
             return
-        some = [i for i, bad in enumerate(refused.tolist()) if not bad and self._sample.random() < codec.quality_sample]
+        some = [i for i, bad in enumerate(lost.tolist()) if not bad and self._sample.random() < codec.quality_sample]
         if not some:
             return
         sums = codec.errors(layout, pool, ids[some], valid[some], self.store.host.arena, offsets[some])
@@ -392,7 +394,8 @@ class PageMover:
         """Queue the load of ready pages of `lookup` into pool pages `page_ids`: of its first ones, or of those with the
         indices `pages`; returns at once. They stay pinned until `TieredStore.settle`. A worker calls `ready()`, which
         may raise ClosedError, before it touches the pool, verifies every page, then decodes layer by layer and calls
-        ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that is found bad is quarantined and becomes a miss; nothing of the load may then be used."""
+        ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that is found bad is quarantined and
+        becomes a miss; nothing of the load may then be used."""
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         wanted = range(len(page_ids)) if pages is None else pages
         pins = lookup.slots_of(wanted)

@@ -57,8 +57,8 @@ levels (`kvtier.spec.Codings`)."""
 
 class EncodeResult(NamedTuple):
     """checksums: uint8 ``[pages, 16]``, of each cold page under its key's seed. refused: bool ``[pages]``, pages
-    that this codec cannot represent (NaN or infinity in a valid row, or over the error budget); their slots hold
-    garbage. relative_error: ``[pages]``, NaN where there is none, if the codec has an error budget. nbytes:
+    that this codec cannot represent (NaN or infinity in a valid row), whose slots hold garbage, and pages over the
+    error budget. relative_error: ``[pages]``, NaN where there is none, if the codec has an error budget. nbytes:
     ``[pages]``, how much of each slot is used, if the form's pages vary in size."""
 
     checksums: npt.NDArray[np.uint8]

@@ -198,6 +198,16 @@ def test_keys_that_have_two_components_already_are_stored_whole_at_once(
     ]  # fmt: skip
 
 
+def test_the_guard_sees_pages_that_are_over_their_own_budget(tmp_path: Path) -> None:
+    """Else a bad layer would leave every page uncompressed for good, and nobody would ask why."""
+    data = values(bad=(1, 3))
+    options = {"quant": "auto", "max_relative_error": 0.12, "quality_sample": 1.0, "quality_budget": 0.12}
+    with open_mover(tmp_path, **options) as mover:
+        assert offload(mover, data, names("first")) == {OffloadOutcome.STORED_OVER_BUDGET: PAGES}
+        assert offload(mover, data, names("second")) == {OffloadOutcome.STORED: PAGES}
+        assert stored_levels(mover, names("second")) == {(0, 1, 0, 1)}
+
+
 @pytest.mark.parametrize(
     ("options", "loss"),
     [
