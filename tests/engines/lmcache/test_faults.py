@@ -218,14 +218,14 @@ def test_a_redis_that_is_frozen_or_killed_costs_its_deadline_and_nothing_in_host
         assert manager.adapter._chunks.store.flush(30.0)
         for end in (server.freeze, server.stop):
             end()
-            lookup = manager.adapter.submit_lookup_and_lock_task(storage.keys(3, base=900), {0: storage.VLLM})
+            manager.adapter.submit_lookup_and_lock_task(storage.keys(3, base=900), {0: storage.VLLM})
             manager.forget()
             begin = time.monotonic()
             found = manager.get(storage.keys(4), storage.VLLM)
             assert sorted(found) == [0, 1, 2, 3] and all(equal(found[i], written[i]) for i in found)
             assert manager.get(storage.keys(3, base=500), storage.VLLM) == {}
             assert time.monotonic() - begin < 20.0
-            storage.until(lambda lookup=lookup: manager.adapter.report_status()["open_lookups"] == 0)
+            storage.until(lambda: manager.adapter.report_status()["open_lookups"] == 0)
         manager.put(storage.keys(2, base=700), storage.VLLM)
     finally:
         server.stop()

@@ -200,8 +200,8 @@ def test_lookups_that_are_never_unlocked_end_with_their_lease(drive: Any) -> Non
     for _ in range(300):
         driver.adapter.submit_lookup_and_lock_task(keys(10), {0: driver.desc})
     assert driver.load(keys(5), driver.objects(5)) == [0, 1, 2, 3, 4]  # one of them is loaded in part
-    until(lambda: len(driver.adapter._leases) == 0)
-    assert driver.adapter.report_status()["open_lookups"] == 0 and not driver.adapter._leases._by_key
+    until(lambda: len(driver.adapter._leases) == 0 and driver.adapter.report_status()["open_lookups"] == 0)
+    assert not driver.adapter._leases._by_key
     assert driver.load(keys(2), driver.objects(2)) == [0, 1]
     assert driver.store(keys(8, base=50), driver.objects(8, fill=1)).is_successful(), "nothing is pinned"
 
