@@ -15,7 +15,7 @@ from kvtier.cli import main
 ROWS = [{"codec": "nvfp4", "gb_per_s": 7.25, "baseline": None}, {"codec": "raw", "gb_per_s": 12345.0, "extra": 3}]
 
 
-@pytest.mark.parametrize("name", ["codec", "tier", "store"])
+@pytest.mark.parametrize("name", ["codec", "tier", "store", "lmcache"])
 def test_rows_as_json_and_as_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -37,12 +37,17 @@ def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp
         asked.append(options)
         return []
 
-    for name in ("codec", "tier"):
+    for name in ("codec", "tier", "lmcache"):
         monkeypatch.setitem(sys.modules, f"kvtier.cli.bench_{name}", SimpleNamespace(run=run))
-    for args in ("codec", "codec --dtype bf16 --threads 1", f"tier --directory {tmp_path}"):
+    for args in ("codec", "codec --dtype bf16 --threads 1", f"tier --directory {tmp_path}", "lmcache --rounds 3"):
         with pytest.raises(SystemExit):
             main(["bench", *args.split(), "--json"])
-    assert asked == [{}, {"dtypes": ("bf16",), "threads": (1,)}, {"directory": tmp_path}]
+    assert asked == [
+        {},
+        {"dtypes": ("bf16",), "threads": (1,)},
+        {"directory": tmp_path},
+        {"directory": None, "rounds": 3},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp
         ("codec --dtype int8", ("--dtype int8", "bf16")),
         ("codec --threads 0", ("--threads 0", "from 1 up")),
         ("codec --threads 100000", ("--threads 100000", "up to 1024")),
+        ("lmcache --rounds 0", ("--rounds 0", "from 1 up")),
         ("tier --directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
     ],
 )
@@ -61,3 +67,13 @@ def test_bad_options_are_named(capsys: pytest.CaptureFixture[str], args: str, na
     said = capsys.readouterr().err
     for words in named:
         assert words in said
+
+
+def test_a_bench_beside_lmcache_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "lmcache"])
+    assert done.value.code not in (0, None)
+    assert "pip install lmcache==0.5.6" in " ".join(capsys.readouterr().err.split())
