@@ -26,11 +26,12 @@ from kvtier.connectors.lmcache.options import AdapterOptions
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
 from kvtier.lookup import UNPINNED, Lookup
-from kvtier.mover import OffloadResult, OnboardResult, PageMover, policy_of
+from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
+from kvtier.tickets import OffloadResult, OnboardResult
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -31,11 +31,12 @@ from kvtier.connectors.sglang.pools import DevicePool, page_hashes
 from kvtier.errors import EngineError
 from kvtier.keys import Namespace
 from kvtier.lookup import Lookup
-from kvtier.mover import OffloadResult, OnboardResult, PageMover, Ticket, policy_of
+from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
+from kvtier.tickets import OffloadResult, OnboardResult, Ticket
 from kvtier.workers import WorkerPool
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.mover import OnboardResult, Ticket
+from kvtier.tickets import OnboardResult, Ticket
 
 
 class BatchLoad:

@@ -25,11 +25,12 @@ from kvtier.hot import HotLayout, HotPool, dtype_of
 from kvtier.keys import Namespace, page_hashes
 from kvtier.ledger import Ledger
 from kvtier.lookup import Lookup
-from kvtier.mover import OffloadResult, PageMover, Ticket, policy_of
+from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
 from kvtier.spec import DType, PageSpec
+from kvtier.tickets import OffloadResult, Ticket
 
 DEFAULT_PAGE_TOKENS = 64
 

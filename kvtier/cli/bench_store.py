@@ -18,10 +18,11 @@ from kvtier.abc.tier import FINGERPRINT_BYTES, SLOT_ALIGN, PageMeta, Slot
 from kvtier.codecs import registry
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
-from kvtier.mover import PageMover, Ticket, policy_of
+from kvtier.mover import PageMover, policy_of
 from kvtier.spec import DType, PageSpec
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
+from kvtier.tickets import Ticket
 
 PAGES = 64
 INDEX_PAGES = 1_000_000

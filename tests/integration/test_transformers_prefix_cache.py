@@ -17,7 +17,7 @@ import transformers
 from kvtier.config import Config, parse_config
 from kvtier.connectors.transformers import PrefixCache, Restored, cache_argument
 from kvtier.errors import ConfigError, SpecError, TierPathError
-from kvtier.mover import OffloadResult
+from kvtier.tickets import OffloadResult
 
 PAGE = 16
 SMALL = {
