@@ -8,6 +8,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,11 +58,10 @@ def torture(
     if folder is not None:
         check_writable("--folder", folder)
     seed = random.randrange(1 << 32) if seed is None else seed
-    # Every fault is reported by the tier that meets it: here that is no news.
-    logging.getLogger("kvtier").setLevel(logging.CRITICAL)
     console = Console(stderr=as_json)
     started = time.monotonic()
     with (
+        _quiet(),
         tempfile.TemporaryDirectory(prefix="kvtier-torture-", dir=folder) as place,
         _Progress(console, seconds) as progress,
     ):
@@ -86,6 +87,18 @@ def torture(
         _print(console, lines, passed, seed, took_s)
     if not passed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Every fault is reported by the tier that meets it: here that is no news."""
+    log = logging.getLogger("kvtier")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class _Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_every_check_passes_once(tmp_path: Path) -> None:
     assert result.exit_code == 0 and found["passed"], found
     assert [line["check"] for line in found["checks"]] == [check.name for check in CHECKS]
     assert found["seed"] == 7 and found["seconds"] > 0
+    assert logging.getLogger("kvtier").level == logging.NOTSET, "quiet only for as long as it runs"
     for line in found["checks"]:
         expected = "skipped" if line["check"] == "redis" and find_server() is None else "passed"
         assert (line["outcome"], line["trials"]) == (expected, 1), line
