@@ -38,7 +38,7 @@ def config(nvme: Path | None = None, *, host: str = "16MiB", raw: bool = True, *
     tiers: list[dict[str, Any]] = [{"type": "host", "capacity": host}]
     if nvme is not None:
         tiers.append({"type": "nvme", "path": str(nvme), "capacity": "64MiB"})
-    block: dict[str, Any] = {"tiers": tiers, "promote_deadline": "60s", **more}
+    block: dict[str, Any] = {"tiers": tiers, "promote_deadline": "60s", "break_even": False, **more}
     if raw:
         block["kv_cache_compression_config"] = [RAW]
     return block

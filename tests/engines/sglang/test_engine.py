@@ -20,8 +20,9 @@ def block(nvme: Path, **more: Any) -> dict[str, Any]:
         {"type": "host", "capacity": "64MiB"},
         {"type": "nvme", "path": str(nvme), "capacity": "256MiB"},
     ]
-    # No test here is about the deadline: a machine that stalls for some seconds must not look like a lost page.
-    return {"tiers": tiers, "kv_cache_compression_config": [RAW], "promote_deadline": "60s", "debug": True, **more}
+    # No test here is about what is worth loading and in time: a slow machine must not look like a lost page.
+    patient = {"promote_deadline": "60s", "break_even": False}
+    return {"tiers": tiers, "kv_cache_compression_config": [RAW], "debug": True, **patient, **more}
 
 
 @pytest.fixture

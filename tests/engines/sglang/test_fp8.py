@@ -145,7 +145,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "256MiB"},
         ]
         methods = [{"algorithm": "quantization_for_cold_page", **method}]
-        block = {"tiers": tiers, "kv_cache_compression_config": methods, "promote_deadline": "60s"}
+        block = {"tiers": tiers, "kv_cache_compression_config": methods, "promote_deadline": "60s", "break_even": False}
         running.append(EngineProcess(model, block, tmp_path / "run", page_size=16, kv_cache_dtype="fp8_e4m3"))
         return running[-1]
 
