@@ -158,7 +158,7 @@ def plot(turns: Sequence[TurnResult], folder: Path, console: Console) -> None:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError:
         console.print(bars(turns), highlight=False)
-        console.print("(install 'kvtier[demo]' for the plot as a PNG)")
+        console.print("(install 'kvtier[demo]' for the plot as a PNG)", markup=False)
         return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ttft.png"
