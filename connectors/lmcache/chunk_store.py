@@ -67,8 +67,8 @@ class Found:
 
 class ChunkStore:
     """See the module's docstring. on_stored, on_removed: told the chunks that came into the tiers, and those that are
-    in none of them any more; in a worker's thread. rank, ranks: where
-    each of several processes of a node has tiers of its own."""
+    in none of them any more; in a worker's thread. rank, ranks: where each of several processes of a node has tiers of
+    its own."""
 
     def __init__(
         self,

@@ -117,6 +117,8 @@ def test_single_tokens_as_pages_and_nothing_changes_below_the_budget(run: Any, t
     assert metrics['kvtier_eviction_kept_tokens_sum{method="triattention"}'] == 8 * (50 + 64)
     assert metrics['kvtier_eviction_round_seconds_count{method="triattention"}'] == 8
 
+    assert_as_reference(engine, tiny, "union", budget=64, beta=64, tokens=200)
+
     refused = engine.one("beams", prompt(5), more={"sampling": {"beam_width": 2}})
     assert "beam_width = 2" in str(refused) and "cannot be searched by beams" in str(refused)
     assert_idle(engine)
