@@ -57,7 +57,8 @@ def child_processes() -> list[int]:
     """Ids of this process's living children, whichever thread started them."""
     pids = []
     for task in Path("/proc/self/task").iterdir():
-        pids += [int(pid) for pid in (task / "children").read_text().split()]
+        with contextlib.suppress(OSError):  # a thread that ended between the two looks; its children passed to another
+            pids += [int(pid) for pid in (task / "children").read_text().split()]
     return pids
 
 
