@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 ENGINES = {"sglang", "sgl_kernel", "lmcache", "vllm", "transformers"}
 HEAVY = {"torch", "triton", "redis", "safetensors", "accelerate", "gguf", "matplotlib"}
+TORCH_LEAVES = "kvtier.compression.compaction"
+"""Modules of this package work on torch tensors; the rest of the core reaches them lazily, if at all."""
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -146,8 +148,11 @@ def import_violation(source: Source, imported: Import) -> str | None:
             return "the core imports no engine, no redis, no triton"
         if source.part == "testing":
             return None
-        if imported.top in HEAVY and not imported.lazy:
+        leaf = under(source.module, TORCH_LEAVES)
+        if imported.top in HEAVY and not imported.lazy and not (leaf and imported.top == "torch"):
             return "an extra, at module level"
+        if under(imported.module, TORCH_LEAVES) and not imported.lazy and not leaf:
+            return "needs torch: import it lazily"
         if under(imported.module, "kvtier.storage_backends") and not imported.lazy:
             return "tiers are reached by name, lazily"
         if under(imported.module, "kvtier.testing"):
@@ -204,6 +209,8 @@ def test_every_folder_is_read() -> None:
         ("kvtier.store", "def f():\n    import sglang"),
         ("kvtier.store", "import torch"),
         ("kvtier.store", "class A:\n    import torch"),
+        ("kvtier.store", "from kvtier.compression.compaction import prefix"),
+        ("kvtier.compression.compaction.artefact", "import safetensors"),
         ("kvtier.store", "try:\n    import torch\nexcept ImportError:\n    pass"),
         ("kvtier.store", "from kvtier.storage_backends.nvme import tier"),
         ("kvtier.store", "import kernels"),
@@ -224,6 +231,7 @@ def test_rules_refuse(module: str, code: str) -> None:
         ("kvtier.storage_backends.redis.tier", "import redis\nfrom kvtier.abc.tier import Tier"),
         ("kvtier.connectors.sglang.linker", "import sglang, torch\nfrom kvtier.store import TieredStore"),
         ("kvtier.store", "def f():\n    import torch"),
+        ("kvtier.compression.compaction.prefix", "import torch"),
         ("kvtier.store", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("kvtier.store", "def f():\n    from kvtier.storage_backends.nvme import tier"),
         ("kvtier.cli.demo", "import transformers, kvtier.connectors.transformers"),
@@ -243,7 +251,8 @@ def violations_in(module: str, code: str) -> list[str]:
 
 def test_core_runs_without_extras() -> None:
     """Importing every module of the core loads none of the extras, in a process of its own."""
-    core = [s.module for s in SOURCES if s.part not in {"cli", "connectors", "kernels", "storage_backends", "testing"}]
+    above = {"cli", "connectors", "kernels", "storage_backends", "testing"}
+    core = [s.module for s in SOURCES if s.part not in above and not s.module.startswith(f"{TORCH_LEAVES}.")]
     code = (
         "import importlib, sys\n"
         f"for name in {core!r}: importlib.import_module(name)\n"
