@@ -233,12 +233,14 @@ TierConfig = Annotated[HostTierConfig | NvmeTierConfig | RedisTierConfig, Field(
 
 class HttpConfig(_Block):
     """The port of /metrics, /livez and /readyz; rank r listens on ``port + r``, 0 means any free port. Anything but a
-    loopback `host` needs `allow_remote` and a token, in `token_file` or in KVTIER_HTTP_TOKEN."""
+    loopback `host` needs `allow_remote` and a token, in `token_file` or in KVTIER_HTTP_TOKEN. names: by which it is
+    asked for, beside localhost and `host`, where there is no token: those of a proxy on this machine."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     allow_remote: bool = False
     token_file: Annotated[Path | None, Field(strict=False)] = None
+    names: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class ServerUserConfig(_Block):

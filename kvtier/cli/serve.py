@@ -110,8 +110,7 @@ def _http(text: str, block: Config) -> HttpOptions | None:
     from kvtier.server.http import HttpOptions
 
     if block.http is not None:
-        h = block.http
-        return HttpOptions(h.host, h.port, h.allow_remote, h.token_file)
+        return HttpOptions.of(block.http)
     if not text:
         return None
     host, _, port = text.rpartition(":")

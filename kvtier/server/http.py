@@ -6,8 +6,10 @@
 ``/``         the status page, and its data below ``/api`` (`kvtier.server.page`)
 
 It listens on the loopback address unless remote access is allowed explicitly, and then everything but the two statuses
-needs the token: as a bearer token, or as the password of any user, which is how a browser asks for it. Orchestrators
-probe without credentials, so the two statuses are always answered.
+needs the token: as a bearer token, or as the password of any user, which is how a browser asks for it. Without a token
+it answers under its own names only: somebody else's page, whose name was made to point here (DNS rebinding), must not
+read ours in a visitor's browser. Orchestrators probe without credentials and by addresses of theirs, so the two statuses
+are always answered; why it is not ready is told to those alone who may read the rest.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ READY_CACHE_S = 1.0
 CLOSE_TIMEOUT_S = 2.0
 _GZIP_FROM_BYTES = 8192
 _PATHS = b"/metrics, /livez, /readyz\n"
+_FOREIGN_NAME = b"use 127.0.0.1 or localhost, or put the name into the option http.names, or set a token\n"
 
 ReadyCheck = Callable[[], str | None]
 """Does a real put and get; returns None, or the reason why not. May raise; the error is then the reason."""
@@ -58,17 +61,19 @@ class HttpOptions:
 
     host: an address or name. allow_remote: must be set for anything but a loopback address, and then a token must
     be in `token_file` or in the environment variable KVTIER_HTTP_TOKEN (never an argument: those show in `ps`).
+    names: by which it may be asked for without a token, beside loopback addresses, localhost and `host`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     allow_remote: bool = False
     token_file: Path | None = None
+    names: tuple[str, ...] = ()
 
     @staticmethod
     def of(config: HttpConfig) -> HttpOptions:
         """The options that the configuration block holds."""
-        return HttpOptions(config.host, config.port, config.allow_remote, config.token_file)
+        return HttpOptions(config.host, config.port, config.allow_remote, config.token_file, config.names)
 
     def port_of(self, rank: int) -> int:
         if rank < 0:
@@ -119,7 +124,8 @@ class HttpExporter:
                     f"{TOKEN_VARIABLE}"
                 )
         port = options.port_of(rank)
-        state = _State(registry, token, _Readiness(ready), page)
+        names = frozenset(name.lower() for name in ("localhost", options.host, *options.names))
+        state = _State(registry, token, names, _Readiness(ready), page)
         try:
             self._server = _Server((options.host, port), state)
         except OSError as e:
@@ -201,6 +207,7 @@ class _Readiness:
 class _State:
     registry: CollectorRegistry
     token: bytes | None
+    names: frozenset[str]
     readiness: _Readiness
     page: StatusPage | None
 
@@ -290,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         if reason is None:
             self._answer(HTTPStatus.OK, b"ok\n")
         else:
-            shown = reason if self._authorized() else "not ready"
+            shown = reason if self._authorized() and self._by_own_name() else "not ready"
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, shown.encode(errors="replace") + b"\n")
 
     def _page(self) -> None:
@@ -303,9 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
             text = b"a token is needed: as bearer token, or as password\n"
             self._answer(HTTPStatus.UNAUTHORIZED, text, {"WWW-Authenticate": 'Basic realm="kvtier"'})
             return
-        if self.server.state.token is None and not _is_own_name(self.headers.get("Host", ""), self.server.server_name):
-            # A page of somebody else, whose name was made to point here, must not read ours.
-            self._answer(HTTPStatus.FORBIDDEN, b"use the address 127.0.0.1 or the name localhost\n")
+        if not self._by_own_name():
+            self._answer(HTTPStatus.FORBIDDEN, _FOREIGN_NAME)
             return
         try:
             answer = page.answer(self.path)
@@ -327,6 +333,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _metrics(self) -> None:
         if not self._authorized():
             self._answer(HTTPStatus.UNAUTHORIZED, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
+            return
+        if not self._by_own_name():
+            self._answer(HTTPStatus.FORBIDDEN, _FOREIGN_NAME)
             return
         encode, content_type = choose_encoder(self.headers.get("Accept", ""))
         try:
@@ -350,6 +359,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif scheme.lower() != "bearer":
             return False
         return hmac.compare_digest(given, token)
+
+    def _by_own_name(self) -> bool:
+        """Whether the request names this process as only this machine would; with a token, any name will do: a browser
+        gives it to nobody else's page."""
+        state = self.server.state
+        return state.token is not None or _is_own_name(self.headers.get("Host"), state.names)
 
     def _answer(self, status: HTTPStatus, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -376,16 +391,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _is_own_name(host_header: str, bound: str) -> bool:
-    """Whether a Host header names this machine by an address, or by a name that nobody else can give it."""
-    name = urlsplit(f"//{host_header}").hostname or ""
-    if name in ("localhost", bound):
+def _is_own_name(host_header: str | None, names: frozenset[str]) -> bool:
+    """Whether a Host header is a loopback address or one of `names`. No browser leaves it out."""
+    if host_header is None:
         return True
     try:
-        ipaddress.ip_address(name)
-    except ValueError:
+        name = urlsplit(f"//{host_header}").hostname or ""
+    except ValueError:  # brackets that are no address
         return False
-    return True
+    return name in names or (name != "" and _is_loopback(name))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Metric
 
-from kvtier.config import parse_config
+from kvtier.config import HttpConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.server import http as exporter_module
 from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions
 
 ANY = HttpOptions(port=0)
+HOST = {"type": "host", "capacity": 4096}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,42 @@ def test_readiness_tells_why(registry: CollectorRegistry, monkeypatch: pytest.Mo
         assert ask(server, "/readyz")[:2] == (503, "OSError: disk gone\n")
         assert ask(server, "/readyz")[0] == 200
     assert answers == []
+
+
+FOREIGN = ("evil.example:9404", "192.0.2.1", "localhost.evil.example", "[::", "", "127.0.0.1.evil.example")
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_name_that_somebody_made_point_here_reads_nothing(registry: CollectorRegistry, host: str) -> None:
+    """DNS rebinding: the visitor's browser sends the attacker's name, and would let his page read the answer."""
+    with HttpExporter(registry, ANY, ready=lambda: "nvme tier: /secret/path") as server:
+        status, body, _ = ask(server, "/metrics", {"Host": host})
+        assert status == 403
+        assert "kvtier_" not in body and "http.names" in body
+        assert ask(server, "/readyz", {"Host": host})[:2] == (503, "not ready\n")
+        assert ask(server, "/livez", {"Host": host})[0] == 200, "probes come under any name"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9404", "127.8.9.1", "[::1]:1", "proxy.lan"])
+def test_its_own_names_and_configured_ones_are_answered(registry: CollectorRegistry, host: str) -> None:
+    options = HttpOptions.of(parse_config({"tiers": [HOST], "http": {"names": ["Proxy.lan"]}}).http or HttpConfig())
+    with HttpExporter(registry, options, ready=lambda: "the reason") as server:
+        assert ask(server, "/metrics", {"Host": host})[0] == 200
+        assert ask(server, "/readyz", {"Host": host})[:2] == (503, "the reason\n")
+
+
+def test_a_client_without_host_header_is_no_browser(server: HttpExporter) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert connection.makefile("rb").readline().split()[1] == b"200"
+
+
+def test_behind_a_token_any_name_will_do(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    with HttpExporter(registry, ANY) as server:
+        headers = {"Host": "kvtier.example"}
+        assert ask(server, "/metrics", headers)[0] == 401
+        assert ask(server, "/metrics", headers | {"Authorization": "Bearer s3cret"})[0] == 200
 
 
 def test_readiness_is_not_run_for_every_probe(registry: CollectorRegistry) -> None:
