@@ -13,13 +13,15 @@ from prometheus_client.registry import Collector
 class RedisCounters:
     """Since the tier was opened. oom_rejections: puts refused because the server is at its maxmemory. bad_puts: pages
     offered that did not match their checksum. error_replies: other errors of a server. healed: values that were no
-    records, removed to make way. redirects: MOVED and ASK followed. refreshes: how often the servers were looked up.
-    breaker_opened: servers given up, failed probes included. connected: connections opened."""
+    records, removed to make way. newer_records: records of a later release met, which stay. redirects: MOVED and ASK
+    followed. refreshes: how often the servers were looked up. breaker_opened: servers given up, failed probes included.
+    connected: connections opened."""
 
     oom_rejections: int
     bad_puts: int
     error_replies: int
     healed: int
+    newer_records: int
     redirects: int
     refreshes: int
     breaker_opened: int

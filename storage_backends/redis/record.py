@@ -31,6 +31,10 @@ class RecordError(KVTierError, ValueError):
     """Bytes that are not the record they should be. The message says what is wrong with them."""
 
 
+class NewerRecordError(RecordError):
+    """A record that a later release wrote. It is that one's: no use here, and not ours to remove."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """A header that was parsed and agrees with its key and, where one is expected, its spec.
@@ -85,12 +89,15 @@ def record_check(covered: bytes, key: bytes) -> _native.Xxh3:
 
 def parse_header(raw: bytes, key: bytes, spec: bytes | None = None) -> RecordHeader:
     """Check the header of the record found under `key` and, with `spec`, that its page has that fingerprint. The caller
-    compares `record_bytes` with the length that it finds, and the payload with `checksum`. Raises RecordError."""
+    compares `record_bytes` with the length that it finds, and the payload with `checksum`. Raises RecordError, and
+    NewerRecordError for one whose version is higher, of which nothing but magic and version is looked at."""
     if len(raw) != HEADER_BYTES:
         raise RecordError(f"a record of {len(raw)} bytes is shorter than its header")
     magic, version, form, valid_tokens, flags, nbytes, found_spec, found_key = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
         raise RecordError(f"not a page record: it starts with {magic!r}")
+    if version > VERSION:
+        raise NewerRecordError(f"a record of version {version}, this release reads version {VERSION}")
     if version != VERSION:
         raise RecordError(f"a record of version {version}, this release reads version {VERSION}")
     if flags & ~_ORIGIN_MASK or raw[_FIELDS.size + CHECKSUM_BYTES :] != _RESERVED:

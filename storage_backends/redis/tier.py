@@ -2,7 +2,8 @@
 
 A page is one string value: the 96-byte header of `record`, then the page's bytes, under ``<prefix><key in hex>``. It is
 written only where there is none yet, and trusted only after length, key, spec and checksum were found right; what is
-wrong is deleted. What can happen to a server (gone, frozen, full, restarted, failed over) is a named state per page.
+wrong is deleted. A record of a later release is left alone: a miss here, and no room for a page of ours. What can
+happen to a server (gone, frozen, full, restarted, failed over) is a named state per page.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvtier.storage_backends.redis.metrics import RedisCollector, RedisCounters
 from kvtier.storage_backends.redis.options import RedisOptions
 from kvtier.storage_backends.redis.record import (
     HEADER_BYTES,
+    NewerRecordError,
     RecordError,
     RecordHeader,
     pack_header,
@@ -58,12 +60,13 @@ _DEFAULT_VALUE_LIMIT = 512 << 20
 
 
 class _Found(Enum):
-    """A value that is no record, or another key's."""
+    """A value that is no record, or another key's; a record of a later release."""
 
     NO_RECORD = "no record"
+    NEWER = "newer record"
 
 
-_NO_RECORD = _Found.NO_RECORD
+_NO_RECORD, _NEWER = _Found.NO_RECORD, _Found.NEWER
 
 
 class RedisTier(Tier):
@@ -139,7 +142,7 @@ class RedisTier(Tier):
             header.nbytes
             if isinstance(header, RecordHeader)
             else LENGTH_ABSENT
-            if header is None or header is _NO_RECORD
+            if header is None or isinstance(header, _Found)
             else LENGTH_UNKNOWN
             for header in found
         ]
@@ -149,7 +152,9 @@ class RedisTier(Tier):
             _check_key(key)
         with self._gate:
             found = self._headers(keys)
-            there = [i for i, header in enumerate(found) if header is not None and not isinstance(header, NoReply)]
+            there = [
+                i for i, h in enumerate(found) if h is not None and h is not _NEWER and not isinstance(h, NoReply)
+            ]
             replies = self._run([_command([b"UNLINK", self._name(keys[i])]) for i in there])
             gone = [i for i, reply in zip(there, replies, strict=True) if reply == 1]
             with self._lock:
@@ -187,6 +192,7 @@ class RedisTier(Tier):
             bad_puts=c["bad_puts"],
             error_replies=c["errors"],
             healed=c["healed"],
+            newer_records=c["newer"],
             redirects=self._exchange.redirects,
             refreshes=self._topology.refreshes,
             breaker_opened=sum(n.breaker.opened for n in nodes),
@@ -227,7 +233,7 @@ class RedisTier(Tier):
                 missing.append(i)
             elif found is _NO_RECORD:
                 broken.append(i)
-            else:
+            elif found is not _NEWER:  # whose place is taken: FAILED, as it is
                 statuses[i] = self._put_status(found)
         self._heal([names[i] for i in broken], until)
         pages, headers = {}, {}
@@ -263,6 +269,8 @@ class RedisTier(Tier):
             # Somebody else was faster, or the value is empty, which looks like absent and would stay for ever.
             again = self._headers([items[i].key for i in there], until)
             empty = [i for i, found in zip(there, again, strict=True) if found is None or found is _NO_RECORD]
+            for i in [i for i, found in zip(there, again, strict=True) if found is _NEWER]:
+                statuses[i] = PutStatus.FAILED
             if empty:
                 self._heal([names[i] for i in empty], until)
                 send(empty)
@@ -351,6 +359,10 @@ class RedisTier(Tier):
             header = parse_header(bytes(raw), key, self._spec)
             if header.record_bytes != length:
                 raise RecordError(f"{length} bytes where the header says {header.record_bytes}")
+        except NewerRecordError as e:
+            connection.skip(left)
+            self._met_newer(e)
+            return GetResult(GetStatus.ABSENT)
         except RecordError as e:
             connection.skip(left)
             self._say_once(str(e), f"a stored page is bad: {e}")
@@ -395,6 +407,9 @@ class RedisTier(Tier):
             return reply
         try:
             return parse_header(reply, key, self._spec) if reply else None
+        except NewerRecordError as e:
+            self._met_newer(e)
+            return _NEWER
         except RecordError:
             return _NO_RECORD
 
@@ -407,6 +422,11 @@ class RedisTier(Tier):
 
     def _call_end(self, until: float | None) -> float:
         return until if until is not None else time.monotonic() + self._options.timeout_s
+
+    def _met_newer(self, why: NewerRecordError) -> None:
+        with self._lock:
+            self._counts["newer"] += 1
+        self._say_once("newer", f"{why}: it stays, and is a miss here; a prefix for each release keeps them apart")
 
     def _count_error(self, reply: ReplyError) -> None:
         with self._lock:
