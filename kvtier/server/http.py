@@ -8,7 +8,7 @@
 It listens on the loopback address unless remote access is allowed explicitly, and then everything but the two statuses
 needs the token: as a bearer token, or as the password of any user, which is how a browser asks for it. Without a token
 it answers under its own names only: somebody else's page, whose name was made to point here (DNS rebinding), must not
-read ours in a visitor's browser. Orchestrators probe without credentials and by addresses of theirs, so the two statuses
+read ours in a visitor's browser. Orchestrators probe without credentials and by their own addresses: the two statuses
 are always answered; why it is not ready is told to those alone who may read the rest.
 """
 

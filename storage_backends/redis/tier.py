@@ -152,9 +152,7 @@ class RedisTier(Tier):
             _check_key(key)
         with self._gate:
             found = self._headers(keys)
-            there = [
-                i for i, h in enumerate(found) if h is not None and h is not _NEWER and not isinstance(h, NoReply)
-            ]
+            there = [i for i, h in enumerate(found) if h is not None and h is not _NEWER and not isinstance(h, NoReply)]
             replies = self._run([_command([b"UNLINK", self._name(keys[i])]) for i in there])
             gone = [i for i, reply in zip(there, replies, strict=True) if reply == 1]
             with self._lock:
