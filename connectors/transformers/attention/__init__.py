@@ -1,0 +1,60 @@
+"""One small adapter per attention family: rows, queries and attention of a transformers model.
+
+family = family_of(model)
+cache = family.new_cache()
+with torch.no_grad(), family.capture() as captured:
+    model(input_ids, use_cache=True, **{cache_argument(model): cache})
+outputs = family.attention(0, captured[0], family.read(cache, 0))     # [query_heads, tokens, value_dim]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.connectors.transformers.attention import dense
+from kvtier.connectors.transformers.attention.dense import DenseFamily
+from kvtier.connectors.transformers.attention.family import (
+    AttentionGeometry,
+    Captured,
+    Family,
+    FamilyKind,
+    LayerQueries,
+    LayerRows,
+    Snapshot,
+    restore,
+    snapshot,
+    with_positions,
+)
+from kvtier.errors import ConfigError
+
+FAMILIES: dict[str, type[Family]] = dict.fromkeys(dense.ARCHITECTURES, DenseFamily)
+"""Model type -> its family."""
+
+
+def family_of(model: Any) -> Family:
+    """The family of `model` (a PreTrainedModel with a decoder). Raises ConfigError, naming the architecture and the
+    supported ones, for a model whose attention is not known."""
+    config = model.config.get_text_config(decoder=True)
+    name = str(getattr(config, "model_type", type(config).__name__))
+    if getattr(model.config, "is_encoder_decoder", False) or name not in FAMILIES:
+        raise ConfigError(
+            f"model type {name!r} ({type(model).__name__}): its attention is not one that compaction knows; use one "
+            f"of {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[name](model)
+
+
+__all__ = [
+    "FAMILIES",
+    "AttentionGeometry",
+    "Captured",
+    "Family",
+    "FamilyKind",
+    "LayerQueries",
+    "LayerRows",
+    "Snapshot",
+    "family_of",
+    "restore",
+    "snapshot",
+    "with_positions",
+]

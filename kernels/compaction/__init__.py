@@ -1,0 +1,1 @@
+"""Plain tensor arithmetic of compaction methods (KVzip, Attention Matching). Knows no model and no engine."""
