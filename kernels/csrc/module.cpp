@@ -19,6 +19,7 @@ using namespace nb::literals;
 using namespace kvtier;
 
 void bind_ghosts(nb::module_& m);
+void bind_planes(nb::module_& m);
 void bind_replay(nb::module_& m);
 void bind_sockets(nb::module_& m);
 
@@ -241,6 +242,7 @@ NB_MODULE(_native, m) {
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
   bind_ghosts(m);
   bind_replay(m);
+  bind_planes(m);
   bind_sockets(m);
 
   // A wrong KVTIER_ISA is told at import, not in the middle of an offload.

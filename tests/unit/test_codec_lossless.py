@@ -14,6 +14,8 @@ import pytest
 from kvtier.codecs.registry import codec
 from kvtier.errors import CodecError
 from kvtier.hot import HotLayout, HotPool
+from kvtier.kernels import _native
+from kvtier.spec import DType, PageSpec
 
 pytest.importorskip("zstandard")
 
@@ -78,3 +80,41 @@ def test_a_page_cut_short_is_refused() -> None:
     for size in (0, 10, 40, len(GOLDEN) // 2):
         with pytest.raises(CodecError):
             decode(np.frombuffer(GOLDEN, np.uint8)[:size].copy())
+
+
+@pytest.mark.parametrize("planes", [1, 2, 4])
+@pytest.mark.parametrize("elements", [0, 1, 15, 4097])
+def test_native_planes_are_numpy_s(planes: int, elements: int) -> None:
+    values = np.random.default_rng(elements).integers(0, 256, planes * elements, dtype=np.uint8)
+    split, joined = np.zeros((planes, elements), np.uint8), np.zeros_like(values)
+    _native.split_planes(values, split)
+    assert (split == values.reshape(elements, planes).T).all()
+    _native.join_planes(split, joined)
+    assert (joined == values).all()
+
+
+def test_planes_of_another_size_are_refused() -> None:
+    values = np.zeros(12, np.uint8)
+    for shape in [(3, 4), (2, 5), (8, 1)]:
+        with pytest.raises(ValueError, match="planes"):
+            _native.split_planes(values, np.zeros(shape, np.uint8))
+        with pytest.raises(ValueError, match="planes"):
+            _native.join_planes(np.zeros(shape, np.uint8), values)
+    unaligned = np.zeros(13, np.uint8)[1:]
+    _native.split_planes(unaligned, np.ones((2, 6), np.uint8))
+
+
+def test_a_plane_that_shrinks_only_behind_its_sample_is_still_right() -> None:
+    """What the first bytes of a plane say is a guess about its size, never about its bytes."""
+    spec, which = PageSpec.mha(layers=1, kv_heads=4, head_dim=64, page_tokens=64, dtype=DType.BF16), codec("lossless")
+    layout, noise = which.layout(spec), np.random.default_rng(0)
+    arrays = [noise.integers(0, 1 << 16, (1, b.heads, b.tokens, b.dim), dtype=np.uint16) for b in spec.buffers]
+    for array in arrays:
+        array[:, 2:] = 0
+    arena = np.zeros(layout.cold_page_bytes, np.uint8)
+    pool = HotPool.of(spec, arrays, HotLayout.HND)
+    full = np.array([64], np.int32)
+    which.encode(layout, pool, ZERO, full, arena, ZERO, np.zeros(1, np.uint64))
+    back = [np.ones_like(a) for a in arrays]
+    which.decode(layout, HotPool.of(spec, back, HotLayout.HND), ZERO, full, arena, ZERO)
+    assert all((a == b).all() for a, b in zip(arrays, back, strict=True))
