@@ -19,6 +19,10 @@ class CodecError(KVTierError, ValueError):
     """Input that a codec cannot take."""
 
 
+class ArtefactError(KVTierError, ValueError):
+    """A file or object is not one that this version may use: damaged, of another version, or made for another model."""
+
+
 class CapacityError(KVTierError, MemoryError):
     """A record does not fit, or memory for a tier could not be had."""
 

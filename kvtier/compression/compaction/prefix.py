@@ -11,35 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvtier.compression.compaction.recipe import Recipe, budget_tokens
 from kvtier.errors import ConfigError
+
+__all__ = ["Compaction", "LayerSelection", "Progress", "Recipe", "budget_tokens"]
 
 Progress = Callable[[int, int, str], None]
 """``(done, total, label)``, called on the thread of the work; must be quick."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a context was compacted: everything that tells one compaction of it from another.
-
-    method: ``kvzip``, ``am``, ``random``, ``recent``. ratio: share of the tokens that is removed, 0 <= ratio < 1.
-    selector: which rule chose the rows (``pair``, ``uniform``, ``head``, ``raw_max``, ``normalized_max``,
-    ``log_coverage``, ``hak``, ``omp``, ``indexer_hak``, ``indexer_omp``). queries: where fitting queries came from
-    (``repeat``, ``self_study``, ``context``, ``given``), empty where none were used. options: further settings of the
-    method that change its result, as text.
-    """
-
-    method: str
-    ratio: float
-    selector: str = ""
-    seed: int = 0
-    queries: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio < 1.0:
-            raise ConfigError(
-                f"ratio = {self.ratio}: it is the share of the tokens to remove; give 0 or more, and less than 1"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +122,3 @@ def _check_values(n: int, layer: LayerSelection) -> None:
             )
         if not bool(torch.isfinite(values).all()):
             raise ConfigError(f"layer {n}, head {h}: a fitted value is not finite")
-
-
-def budget_tokens(tokens: int, ratio: float) -> int:
-    """Tokens that stay of `tokens` at `ratio` removed: rounded down as kvpress does, at least 1."""
-    return max(1, int(tokens * (1.0 - ratio) + 1e-9))
