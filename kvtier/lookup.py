@@ -18,17 +18,21 @@ class Lookup:
 
     A page is pinned in the host tier (`pins[i]` is its slot's id), loading (its key is in `loading`), or missing
     (`misses[i]`). `origins[i]` names the tier it was found in, where that is not the host tier. sparse: each page is of
-    use by itself, one behind a gap too; otherwise only a prefix is.
+    use by itself, one behind a gap too; otherwise only a prefix is. counted: its pages are what the ledger counts;
+    those beside others (a recurrent state, a window) are not, or one page would be several.
     """
 
     __slots__ = (
-        "arrivals", "asked", "began", "deadline", "hashes", "held", "host", "keys", "load_s", "loading", "misses",
-        "origins", "pins", "promoted", "request_id", "sparse", "superseded",
+        "arrivals", "asked", "began", "counted", "deadline", "hashes", "held", "host", "keys", "load_s", "loading",
+        "misses", "origins", "pins", "promoted", "request_id", "sparse", "superseded",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, deadline_s: float, host: StagingTier, sparse: bool = False) -> None:
+    def __init__(
+        self, request_id: str, deadline_s: float, host: StagingTier, sparse: bool = False, counted: bool = True
+    ) -> None:
         self.request_id = request_id
         self.sparse = sparse
+        self.counted = counted
         self.host = host
         self.keys: list[bytes] = []
         self.pins: list[int] = []
@@ -63,6 +67,14 @@ class Lookup:
             return True
         ready = self.ready_pages
         return ready < len(self.keys) and self.keys[ready] in self.loading
+
+    @property
+    def reach(self) -> int:
+        """Length of the prefix that is ready or on its way."""
+        waits = self.loading
+        return next(
+            (i for i, pin in enumerate(self.pins) if pin == UNPINNED and self.keys[i] not in waits), len(self.pins)
+        )
 
     def ready_slots(self, pages: int) -> list[Pin]:
         """Where the first `pages` pages lie, which must be ready."""
@@ -131,6 +143,16 @@ class Lookup:
                 waited_for = i < ready or self.keys[i] in self.loading
                 self.misses[i] = MissReason.DEADLINE if waited_for else MissReason.AFTER_GAP
         self.loading = {}
+        return released
+
+    def cut(self, pages: int, reason: MissReason) -> list[int]:
+        """What is there, or on its way, behind the first `pages` is of no use: misses from now on. Returns the pins,
+        for release."""
+        released = []
+        for i in range(pages, len(self.keys)):
+            if self.pins[i] != UNPINNED or self.keys[i] in self.loading:
+                self.loading.pop(self.keys[i], None)
+                released += self.fail(i, reason)
         return released
 
     def replace(self, keys: Sequence[bytes]) -> list[int]:

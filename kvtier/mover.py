@@ -42,7 +42,8 @@ class PageMover:
     """Binds a store to one engine's page geometry, namespace and codec. Thread-safe; close it before the store.
 
     offload_wait_s: how long a worker waits for room in the host tier, for all pages of one offload together, before it
-    drops the rest (counted). priority: of the pages (`PageMeta.priority`).
+    drops the rest (counted). priority: of the pages (`PageMeta.priority`). beside: pages that lie beside those that
+    requests are counted in (a recurrent state, a window); they say nothing of what a page costs.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class PageMover:
         workers: int = 2,
         offload_wait_s: float = 5.0,
         priority: int = 0,
+        beside: bool = False,
     ) -> None:
         if namespace.spec not in ("", spec.fingerprint.hex()):
             raise SpecError("the namespace was made for another page geometry; build it from this PageSpec")
@@ -78,8 +80,10 @@ class PageMover:
         self._ledger = store.ledger
         self._offload_wait_s = offload_wait_s
         self._priority = priority
-        store.break_even.page_holds(spec.page_tokens)
-        store.observer.page_holds(spec.page_tokens)
+        self._beside = beside
+        if not beside:
+            store.break_even.page_holds(spec.page_tokens)
+            store.observer.page_holds(spec.page_tokens)
         self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))
@@ -439,7 +443,8 @@ class PageMover:
                 on_layer(number)
         seconds = time.perf_counter() - start
         self._ledger.time_codec("decode", seconds)
-        self.store.break_even.decoded(len(pins), seconds)
+        if not self._beside:
+            self.store.break_even.decoded(len(pins), seconds)
 
     def _levels_of(self, slot: Slot, meta: PageMeta) -> tuple[int, ...]:
         """How much finer the buffers of a verified page are stored than its form says."""

@@ -95,9 +95,9 @@ class Promotions:
         if ask and not self._askers.submit(partial(self._ask_shared, lookup, ask)):
             self._arrived(dict.fromkeys(ask, MissReason.DEADLINE))
 
-    def stop_waiting(self, lookup: Lookup) -> None:
-        """Promotions under way go on without `lookup`."""
-        for key in lookup.loading:
+    def stop_waiting(self, lookup: Lookup, keys: Sequence[bytes] | None = None) -> None:
+        """Promotions under way, of all or of `keys`, go on without `lookup`."""
+        for key in lookup.loading if keys is None else [key for key in keys if key in lookup.loading]:
             waiting = self.waiting.get(key)
             if waiting is not None and lookup in waiting:
                 waiting.remove(lookup)
@@ -304,7 +304,7 @@ class Promotions:
                 if lookup.pins[i] == UNPINNED:
                     lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
                 lookup.promoted[name] += 1
-                if not lookup.loading and len(lookup.promoted) == 1:
+                if lookup.counted and not lookup.loading and len(lookup.promoted) == 1:
                     self._break_even.promoted(name, lookup.promoted[name], time.monotonic() - lookup.began)
         self._changed.notify_all()
 

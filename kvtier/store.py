@@ -241,26 +241,34 @@ class TieredStore:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, request_id: str, keys: Sequence[bytes], *, hashes: Sequence[bytes] = (), sparse: bool = False
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        *,
+        hashes: Sequence[bytes] = (),
+        sparse: bool = False,
+        counted: bool = True,
     ) -> Lookup:
         """Find the pages of a request, pin those in the host tier and start the promotion of those below it.
 
         Asking again refreshes the lease; asking for other keys keeps what is still asked for. Index only: no input or
         output on this thread. `settle` must follow when the request starts or is dropped. hashes: the engine's own, one
         per key: they tell pages that are stored under another namespace. sparse: pages behind one that is missing are
-        of use too."""
+        of use too. counted: whether the ledger counts these pages (`Lookup`)."""
         with self._lock:
             self._check_open()
             lookup = self._lookups.get(request_id)
             if lookup is not None:
-                self.ledger.polled()
+                if lookup.counted:
+                    self.ledger.polled()
                 lookup.asked = time.monotonic()
                 if lookup.keys == keys:
                     return lookup
             if len(set(keys)) != len(keys):
                 raise ValueError(f"request {request_id!r} asks for the same page twice")
             if lookup is None:
-                lookup = self._lookups[request_id] = Lookup(request_id, self._promote_deadline_s, self.host, sparse)
+                lookup = Lookup(request_id, self._promote_deadline_s, self.host, sparse, counted)
+                self._lookups[request_id] = lookup
             self._unpin(lookup.replace(keys))
             lookup.hashes = hashes
             self._classify(lookup)
@@ -297,6 +305,22 @@ class TieredStore:
             released = [pin for i in pages for pin in lookup.fail(i, MissReason.DROPPED)]
         self._unpin(released)
 
+    def cut(self, lookup: Lookup, pages: int, reason: MissReason) -> None:
+        """Only the first `pages` of the request are of use to it: what it has, or waits for, behind them is a miss."""
+        with self._lock:
+            self._promotions.stop_waiting(lookup, lookup.keys[pages:])
+            released = lookup.cut(pages, reason)
+        self._unpin(released)
+
+    def may_have(self, keys: Sequence[bytes]) -> tuple[list[bool], list[bool]]:
+        """Of each page, whether the host tier has it now, and whether some tier may: local ones by their index, shared
+        ones always. Nothing is pinned or counted; index only."""
+        here = self.host.contains_many(keys)
+        if self._has_shared:
+            return here, [True] * len(keys)
+        below = self.known_below(keys)
+        return here, [a or b for a, b in zip(here, below, strict=True)]
+
     def fail(self, lookup: Lookup, key: bytes, reason: MissReason = MissReason.CORRUPT) -> None:
         """The page under `key` turned out bad while `lookup` loaded it: it leaves the host tier, and is a miss where
         the request still asks for it."""
@@ -312,7 +336,8 @@ class TieredStore:
             lookup = self._lookups.pop(request_id, None)
             if lookup is None:
                 return
-            self._tell_misses(lookup)
+            if lookup.counted:
+                self._tell_misses(lookup)
             hits, misses = lookup.tally()
             used: list[bytes] = []
             if not loaded:
@@ -321,8 +346,9 @@ class TieredStore:
             elif self._spillers and self.host.name in hits:
                 used = lookup.host_hits()
             self._promotions.stop_waiting(lookup)
-            self.ledger.settle(hits, misses)
-            self.observer.settled(lookup, hits, misses, loaded)
+            if lookup.counted:
+                self.ledger.settle(hits, misses)
+                self.observer.settled(lookup, hits, misses, loaded)
             lookup.loading = {}
             released = lookup.release()
         self._unpin(released)
