@@ -130,9 +130,9 @@ class Lookup:
                 found.append(self.misses[i])
         return found
 
-    def use(self, pages: int) -> list[int]:
-        """The request starts with its first `pages` pages, which must be ready: the rest become misses for good.
-        Returns the pins of the rest, for release."""
+    def use(self, pages: int, rest: MissReason = MissReason.DEADLINE) -> list[int]:
+        """The request starts with its first `pages` pages, which must be ready: the others become misses for good, for
+        `rest` where they were ready too. Returns the pins of these, for release."""
         ready = self.ready_pages
         released = []
         for i in range(pages, len(self.keys)):
@@ -140,8 +140,8 @@ class Lookup:
             if pin != UNPINNED:
                 released.append(pin)
             if i not in self.misses:
-                waited_for = i < ready or self.keys[i] in self.loading
-                self.misses[i] = MissReason.DEADLINE if waited_for else MissReason.AFTER_GAP
+                late = MissReason.DEADLINE if self.keys[i] in self.loading else MissReason.AFTER_GAP
+                self.misses[i] = rest if i < ready else late
         self.loading = {}
         return released
 

@@ -274,10 +274,11 @@ class TieredStore:
             self._classify(lookup)
             return lookup
 
-    def hold(self, lookup: Lookup, pages: int | None = None) -> bool:
+    def hold(self, lookup: Lookup, pages: int | None = None, *, rest: MissReason = MissReason.DEADLINE) -> bool:
         """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
-        pages: what arrives from now on is too late for it, and must not be counted as a hit. False, and nothing is
-        held, if the lease ended before, or pages gave way to an older request: so many are not ready."""
+        pages: what arrives from now on is too late for it, and must not be counted as a hit. `rest`: why ready pages
+        behind these are not used. False, and nothing is held, if the lease ended before, or pages gave way to an older
+        request: so many are not ready."""
         with self._lock:
             if self._lookups.get(lookup.request_id) is not lookup or (pages or 0) > lookup.ready_pages:
                 return False
@@ -285,9 +286,16 @@ class TieredStore:
             if pages is None:
                 return True
             self._promotions.stop_waiting(lookup)
-            released = lookup.use(pages)
+            released = lookup.use(pages, rest)
         self._unpin(released)
         return True
+
+    def freeze(self, lookup: Lookup) -> int:
+        """The request starts with no more than the pages that are ready now, whose number is returned; they are held as
+        in `hold`, which may still leave some of them out."""
+        with self._lock:
+            pages = lookup.ready_pages
+            return pages if self.hold(lookup, pages) else 0
 
     def wait(self, lookup: Lookup, timeout_s: float | None = None) -> int:
         """Block until nothing more can extend the ready prefix (or `timeout_s`); returns the ready pages. For callers

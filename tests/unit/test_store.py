@@ -12,6 +12,7 @@ import pytest
 from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Slot
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.keys import checksum
+from kvtier.ledger import MissReason
 from kvtier.lookup import UNPINNED, Lookup
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
@@ -234,6 +235,24 @@ def test_a_held_lookup_never_expires(store: TieredStore) -> None:
     store.hold(store.lookup("r", keys(*range(0, 36, 3))))
     time.sleep(0.25)
     assert put(store, 60, wait_s=0.1) is PutStatus.FULL
+
+
+def test_a_frozen_lookup_gains_nothing_and_may_start_with_less(store: TieredStore, lower: DictTier) -> None:
+    """Ranks of one engine: each says what it has and keeps it, then all start with what they have in common."""
+    put(store, 9)
+    push_out_of_host(store)
+    for page in (0, 3, 6):
+        put(store, page)
+    assert store.flush(5.0)
+    lower.gate.clear()
+    lookup = store.lookup("r", keys(0, 3, 6, 9))
+    assert store.freeze(lookup) == 3 and not lookup.pending
+    lower.gate.set()
+    assert store.hold(lookup, 2, rest=MissReason.AFTER_GAP)
+    assert store.lookup("r", keys(0, 3, 6, 9)).ready_pages == 2
+    store.settle("r")
+    assert ledger(store) == ({"host": 2}, {"after_gap": 1, "deadline": 1})
+    assert store.freeze(lookup) == 0  # it has ended
 
 
 def test_reserve_waits_for_pages_being_spilled(store: TieredStore, lower: DictTier) -> None:
