@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.connectors.transformers.attention import dense
+from kvtier.connectors.transformers.attention import dense, latent, sparse
 from kvtier.connectors.transformers.attention.dense import DenseFamily
 from kvtier.connectors.transformers.attention.family import (
     AttentionGeometry,
@@ -25,9 +25,15 @@ from kvtier.connectors.transformers.attention.family import (
     snapshot,
     with_positions,
 )
+from kvtier.connectors.transformers.attention.latent import LatentFamily
+from kvtier.connectors.transformers.attention.sparse import SparseFamily
 from kvtier.errors import ConfigError
 
-FAMILIES: dict[str, type[Family]] = dict.fromkeys(dense.ARCHITECTURES, DenseFamily)
+FAMILIES: dict[str, type[Family]] = {
+    **dict.fromkeys(dense.ARCHITECTURES, DenseFamily),
+    **dict.fromkeys(latent.ARCHITECTURES, LatentFamily),
+    **dict.fromkeys(sparse.ARCHITECTURES, SparseFamily),
+}
 """Model type -> its family."""
 
 
@@ -50,9 +56,11 @@ __all__ = [
     "Captured",
     "Family",
     "FamilyKind",
+    "LatentFamily",
     "LayerQueries",
     "LayerRows",
     "Snapshot",
+    "SparseFamily",
     "family_of",
     "restore",
     "snapshot",
