@@ -39,6 +39,10 @@ class EngineError(KVTierError, RuntimeError):
     """The installed engine is not one this connector knows how to serve."""
 
 
+class FitError(KVTierError, ArithmeticError):
+    """A fit that gave no finite numbers. The message names the layer and the head."""
+
+
 class MissingExtraError(KVTierError, ImportError):
     """An optional dependency is missing. The message names the extra that brings it."""
 
