@@ -145,6 +145,8 @@ def replay_closed(
     finished_s: _F64,
 ) -> None: ...
 
+def choose_by_coverage(shares: _F64, covered: _F64, bounds: _F64, epsilon: float, chosen_out: _I64) -> int: ...
+
 GHOST_BUCKETS: int
 
 class GhostStack:

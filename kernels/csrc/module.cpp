@@ -9,6 +9,7 @@
 #include <string>
 
 #include "blake2b.h"
+#include "coverage.h"
 #include "flat.h"
 #include "pages.h"
 #include "rows.h"
@@ -195,6 +196,15 @@ void dequantize(const Vector<const uint8_t>& data, const Vector<const uint8_t>& 
                   reinterpret_cast<uint8_t*>(out.data()));
 }
 
+int64_t coverage_choose(const Array<const double, nb::ndim<2>>& shares, const Vector<double>& covered,
+                        const Vector<double>& bounds, double epsilon, const Vector<int64_t>& chosen_out) {
+  if (covered.size() != shares.shape(1)) fail("covered must have one entry per column of shares");
+  if (bounds.size() != shares.shape(0)) fail("bounds must have one entry per row of shares");
+  nb::gil_scoped_release nogil;
+  return choose_by_coverage({shares.data(), int64_t(shares.shape(0)), int64_t(shares.shape(1)), epsilon}, covered.data(),
+                            bounds.data(), int64_t(chosen_out.size()), chosen_out.data());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -236,6 +246,10 @@ NB_MODULE(_native, m) {
         "k"_a, nb::arg("out").noconvert());
   m.def("dequantize", &dequantize<float>, nb::arg("data").noconvert(), nb::arg("scales").noconvert(), "dtype"_a, "k"_a,
         nb::arg("out").noconvert());
+
+  m.def("choose_by_coverage", &coverage_choose, nb::arg("shares").noconvert(), nb::arg("covered").noconvert(),
+        nb::arg("bounds").noconvert(), "epsilon"_a, nb::arg("chosen_out").noconvert(),
+        "kvtier.kernels.compaction.coverage_reference, lazily: the number of gains computed");
 
   m.def("isas", &available_isas, "Instruction sets that can be used here, fastest first");
   m.def("isa", [] { return std::string(row_kernels().name); });
