@@ -35,13 +35,20 @@ TIERS = {
 
 
 def open_store(
-    config: Config, *, shard: str = "", rank: int = 0, ranks: int = 1, on_removed: RemovalListener | None = None
+    config: Config,
+    *,
+    shard: str = "",
+    rank: int = 0,
+    ranks: int = 1,
+    several: bool = False,
+    on_removed: RemovalListener | None = None,
 ) -> TieredStore:
     """Open every tier of `config` for one of `ranks` ranks of this node.
 
     A rank takes its share of each capacity, and directories of its own: ``<path>/<shard>/rank<r>``. With several ranks
-    pins never end by a clock, since ranks must answer alike.
+    pins never end by a clock, since ranks must answer alike. several: there are more of them on other nodes.
     """
+    alone = ranks == 1 and not several
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank = {rank} of ranks = {ranks}: ranks are counted from 0 and there must be more of them")
     if Path(shard).is_absolute() or ".." in Path(shard).parts:
@@ -56,7 +63,7 @@ def open_store(
         # Measured by each rank for itself: several could come to different answers.
         break_even = BreakEven(
             [tier.name for tier in opened[1:]],
-            enabled=config.break_even and ranks == 1,
+            enabled=config.break_even and alone,
             prefill_s_per_token=config.prefill_s_per_token,
         )
         ledger = Ledger([tier.name for tier in opened])
@@ -66,7 +73,7 @@ def open_store(
             opened[1:],
             ledger,
             promote_deadline_s=config.promote_deadline,
-            lease_s=config.lease if ranks == 1 else None,
+            lease_s=config.lease if alone else None,
             on_removed=on_removed,
             rules={
                 tier.type: TierRules(Write(tier.write), Admission(tier.admission), tier.refresh)

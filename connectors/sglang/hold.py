@@ -1,9 +1,11 @@
 """The scheduler's side of the connector: requests wait, within a bound, while pages of theirs are on their way up.
 
-A linker is only asked for what is there at the moment of admission. So the first lookup happens when a request is
-queued, and a request whose next page is being promoted is left out of the batches until the page is there or the
-deadline (`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once
-more where it would be added. All functions run on the scheduler's thread and never raise.
+A linker is only asked for what is there at the moment of admission. So requests are looked up when they are queued, and
+one whose next page is being promoted is left out of the batches until the page is there or the deadline
+(`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once more where it
+would be added. First lookups are spread over scheduling steps when many requests arrive at once. With several ranks
+everything here is done by all of them in the same order, since lookups are collective. All functions run on the
+scheduler's thread and never raise.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ _log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
 """Pause of a scheduler that has nothing but held requests: its loop would spin and starve the promoting threads."""
+STEP_PAGES = 384
+"""Pages that are looked up for the first time in one scheduling step, of all requests together: half a millisecond of
+the scheduler's thread. Counted and not timed, because ranks must do the same. One request is always looked up whole."""
+_REQUEST_PAGES = 20
+"""What a lookup costs beside its pages, in pages."""
 
 
 def linker_of(cache: Any) -> KVTierLinker | None:
@@ -29,14 +36,11 @@ def linker_of(cache: Any) -> KVTierLinker | None:
 
 
 def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | None = None) -> None:
-    """After ``Scheduler._prefetch_kvcache``, which every request passes before it is queued: look its prefix up."""
+    """After ``Scheduler._prefetch_kvcache``, which every request passes before it is queued, again where it was
+    retracted: its prefix is to be looked up."""
     linker = linker_of(scheduler.tree_cache)
-    if linker is None:
-        return
-    try:
-        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
-    except Exception:  # noqa: BLE001 - the engine looks the request up again when it admits it
-        linker.count_error("the first lookup of a request")
+    if linker is not None:
+        linker.request_queued(req.rid)
 
 
 def build_batch(
@@ -47,7 +51,7 @@ def build_batch(
     if linker is None:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
     queue = scheduler.waiting_queue
-    held = {id(req) for req in queue if linker.waits(req.rid)}
+    held = _partition(linker, scheduler, queue) if queue else set()
     if held:
         scheduler.waiting_queue = [req for req in queue if id(req) not in held]
     try:
@@ -58,10 +62,42 @@ def build_batch(
     if batch is not None:
         for req in batch.reqs:
             linker.request_started(req.rid)
-    elif held and running.is_empty():
+    elif held and _idle(scheduler, running):
         time.sleep(_IDLE_S)
     linker.drop_all_but(req.rid for req in scheduler.waiting_queue)
     return batch, running
+
+
+def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[int]:
+    """Which requests of the queue, by their ids, are to be left out of this step."""
+    begin = time.perf_counter()
+    _look_up_new(linker, scheduler, queue)
+    linker.agree(req.rid for req in queue)
+    held = {id(req) for req in queue if linker.waits(req.rid)}
+    linker.ledger.time_engine("step", time.perf_counter() - begin)
+    return held
+
+
+def _look_up_new(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> None:
+    """The first lookups of requests in the order of the queue, as many as fit into a step."""
+    left = STEP_PAGES
+    for req in queue if linker.has_new() else ():
+        if not linker.is_new(req.rid):
+            continue
+        cost = _REQUEST_PAGES + (len(req.origin_input_ids) + len(req.output_ids)) // linker.page_tokens
+        if cost > left < STEP_PAGES:
+            return
+        left -= cost
+        linker.looked_up(req.rid)
+        try:
+            req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+        except Exception:  # noqa: BLE001 - the engine looks the request up again when it admits it
+            linker.count_error("the first lookup of a request")
+
+
+def _idle(scheduler: Any, running: Any) -> bool:
+    """Whether there is nothing to run; a stage of a pipeline has several batches under way."""
+    return running.is_empty() and not any(getattr(scheduler, "mbs", ()))
 
 
 def admit(

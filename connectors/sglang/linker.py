@@ -22,14 +22,18 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
 
 from kvtier.build import open_codec, open_store
 from kvtier.config import PRIORITIES, Config
 from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
+from kvtier.connectors.sglang.agreement import Agreement, Progress
 from kvtier.connectors.sglang.loads import BatchLoad
 from kvtier.connectors.sglang.pools import DevicePool, page_hashes
+from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
 from kvtier.errors import EngineError
 from kvtier.keys import Namespace
+from kvtier.ledger import MissReason, OffloadOutcome
 from kvtier.lookup import Lookup
 from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
@@ -70,7 +74,9 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    lookup: Lookup
+    """A load that was promised. Without a lookup it cannot be started, which fails its batch."""
+
+    lookup: Lookup | None
     page_ids: npt.NDArray[np.int64]
 
 
@@ -129,9 +135,15 @@ class KVTierLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
+        self._ranks = RankGroup(params)
+        self._agreement = Agreement(self._ranks) if self._ranks.several else None
+        self._place = Place.of(get_parallel(), args)
+        self._generations = Generations(self._ranks.secret(self._place.rank == 0))
         self._epoch = 0
         self._load_started_s = self._prefill_launched_s = 0.0
         self._weights = _Weights.AS_LOADED
+        self.page_tokens: int = params.page_size
+        self._new: dict[str, None] = {}
         self._asked: dict[str, _Asked] = {}
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
@@ -147,11 +159,14 @@ class KVTierLinker(UnifiedCacheLinker):
             model=engine.model,
             weights=engine.weights,
             dtype=self._pool.spec.buffers[0].dtype.value,
-            shard="tp0/1",
+            shard=self._place.shard,
             lora=engine.lora,
             salt=config.salt,
         )
-        self._store: TieredStore = open_store(config)
+        place = self._place
+        self._store: TieredStore = open_store(
+            config, shard=place.folder, rank=place.node_rank, ranks=place.node_ranks, several=place.ranks > 1
+        )
         self.ledger = self._store.ledger
         self._http: HttpExporter | None = None
         try:
@@ -169,6 +184,7 @@ class KVTierLinker(UnifiedCacheLinker):
                 self._http = HttpExporter(
                     self.ledger.registry,
                     HttpOptions.of(config.http),
+                    rank=place.node_rank,
                     ready=lambda: store_ready(self._store, nbytes),
                     page=StatusPage(self.ledger.registry, config, lambda: self._store.observer),
                 )
@@ -212,10 +228,20 @@ class KVTierLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Prefix lengths in pages, of the tail that is not on the device, that can be restored now: verified, in host
         memory, and pinned from here until the request starts or is dropped. The first call starts promotions."""
+        self._new.pop(rid, None)
         if rid in self._queued:
             return []  # another request of the same name: the pages of the first must stay what its load expects
-        ready: int = self._look_up(rid, transfers[0].keys).ready_pages
-        return list(range(1, ready + 1))
+        hashes = transfers[0].keys
+        if self._agreement is None:
+            return list(range(1, self._look_up(rid, hashes).ready_pages + 1))
+        agreed = self._agreement.asks(rid, (hashes[0], hashes[-1], len(hashes)), len(hashes))
+        if self._agreement.is_open(rid):
+            try:
+                self._look_up(rid, hashes)
+            except Exception:  # noqa: BLE001 - this rank has nothing, and answers like the others
+                self.count_error("lookup")
+                self._settle(rid)
+        return agreed
 
     def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
         known = self._asked.get(rid)
@@ -228,9 +254,34 @@ class KVTierLinker(UnifiedCacheLinker):
         self._asked[rid] = _Asked(hashes[0], hashes[-1], len(hashes), lookup)
         return lookup
 
+    def _progress(self, rid: str) -> Progress:
+        known = self._asked.get(rid)
+        if known is None or not known.lookup.loading:
+            return Progress.COMPLETE
+        return Progress.UNDER_WAY if time.monotonic() < known.lookup.deadline else Progress.EXPIRED
+
+    def _freeze(self, rid: str) -> list[int]:
+        known = self._asked.get(rid)
+        try:
+            return list(range(1, self._store.freeze(known.lookup) + 1)) if known is not None else []
+        except Exception:  # noqa: BLE001 - the other ranks wait for an answer
+            self.count_error("lookup")
+            return []
+
+    def _use(self, rid: str, pages: int) -> None:
+        """All ranks start with so many pages: others that this one has are none that all of them have in a row."""
+        known = self._asked.get(rid)
+        try:
+            if known is not None:
+                self._store.hold(known.lookup, pages, rest=MissReason.AFTER_GAP)
+        except Exception:  # noqa: BLE001 - the load will tell
+            self.count_error("lookup")
+
     @_timed("load", bool)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue the pages that the last lookup of `rid` promised. The answer depends on its pins only."""
+        if self._agreement is not None:
+            return self._load_agreed(rid, transfers[0])
         transfer = transfers[0]
         known = self._asked.get(rid)
         pages = len(transfer.keys)
@@ -242,6 +293,24 @@ class KVTierLinker(UnifiedCacheLinker):
         if not self._store.hold(known.lookup, pages):
             return False  # the lease ended a moment ago
         self._queued[rid] = _Load(known.lookup, page_ids)
+        return True
+
+    def _load_agreed(self, rid: str, transfer: PoolTransfer) -> bool:
+        """True on every rank or on none: what goes wrong on one of them fails the batch on all."""
+        assert self._agreement is not None
+        pages = len(transfer.keys)
+        if rid in self._queued or not self._agreement.reaches(rid, pages):
+            return False
+        known = self._asked.get(rid)
+        load = _Load(None, np.empty(0, np.int64))
+        try:
+            if known is not None and known.first == transfer.keys[0] and known.lookup.ready_pages >= pages:
+                page_ids = self._pool.page_ids(transfer.device_indices, pages)
+                if self._store.hold(known.lookup, pages, rest=MissReason.AFTER_GAP):
+                    load = _Load(known.lookup, page_ids)
+        except Exception:  # noqa: BLE001 - as above
+            self.count_error("load")
+        self._queued[rid] = load
         return True
 
     @_timed("load", lambda: -1)
@@ -258,6 +327,8 @@ class KVTierLinker(UnifiedCacheLinker):
         tickets: list[Ticket[OnboardResult]] = []
         try:
             for load in queued.values():  # one by one: those before a failure have started and must be waited for
+                if load.lookup is None:
+                    raise EngineError("pages that all ranks had agreed on are not there any more")
                 ticket = self._mover.onboard(load.lookup, self._pool.hot, load.page_ids, on_layer=batch.layer_done)
                 tickets.append(ticket)
             if not self._watchers.submit(lambda: batch.watch(tickets)):
@@ -288,7 +359,16 @@ class KVTierLinker(UnifiedCacheLinker):
     @_timed("offload", bool)
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue a node's pages. The engine keeps them in place until the result is popped."""
-        transfer = transfers[0]
+        try:
+            self._offloads.append(self._offload(transfers[0]))
+        except Exception:  # noqa: BLE001 - results pair with submissions, on every rank alike
+            self.count_error("offload")
+            failed: Ticket[OffloadResult] = Ticket()
+            failed.finish(OffloadResult({OffloadOutcome.FAILED: len(transfers[0].keys)}))
+            self._offloads.append(failed)
+        return True
+
+    def _offload(self, transfer: PoolTransfer) -> Ticket[OffloadResult]:
         page_ids = self._pool.page_ids(transfer.device_indices, len(transfer.keys))
         events = self.record_offload_ready()
         epoch = self._epoch
@@ -299,8 +379,7 @@ class KVTierLinker(UnifiedCacheLinker):
             for event in events:
                 event.synchronize()
 
-        self._offloads.append(self._mover.offload(self._pool.hot, page_hashes(transfer.keys), page_ids, ready=ready))
-        return True
+        return self._mover.offload(self._pool.hot, page_hashes(transfer.keys), page_ids, ready=ready)
 
     def num_completed_offloads(self) -> int:
         """How many results can be popped now, in the order of submission."""
@@ -326,6 +405,8 @@ class KVTierLinker(UnifiedCacheLinker):
         self._offloads.clear()
         for rid in {*self._asked, *self._store.open_requests()}:
             self._settle(rid)
+        if self._agreement is not None:
+            self._agreement.keep(())
         self.layer_done_counter.reset()
         if self._weights is _Weights.CHANGED:  # what was stored since may rest on what the old ones had computed
             self._new_generation()
@@ -343,13 +424,39 @@ class KVTierLinker(UnifiedCacheLinker):
 
     # -- what the scheduler's hooks call ---------------------------------------------------------------------------
 
+    def request_queued(self, rid: str) -> None:
+        """The request is in the queue, and not looked up yet: it waits until it is."""
+        self._new[rid] = None
+
+    def has_new(self) -> bool:
+        return bool(self._new)
+
+    def is_new(self, rid: str) -> bool:
+        return rid in self._new
+
+    def looked_up(self, rid: str) -> None:
+        self._new.pop(rid, None)
+
     def waits(self, rid: str) -> bool:
-        """Whether a page that would extend the request's prefix is on its way and its deadline has not passed."""
+        """Whether a page that would extend the request's prefix is on its way and its deadline has not passed; with
+        several ranks, whether they have not yet agreed on it."""
+        if rid in self._new:
+            return True
+        if self._agreement is not None:
+            return self._agreement.is_open(rid)
         known = self._asked.get(rid)
         return known is not None and known.lookup.pending
 
+    def agree(self, waiting: Iterable[str]) -> None:
+        """With several ranks, which all call this in each scheduling step: settle what `waiting` requests can get."""
+        if self._agreement is not None:
+            self._agreement.step(waiting, self._progress, self._freeze, self._use)
+
     def request_started(self, rid: str) -> None:
         """The request is in a batch. Pages that it loads are counted when the load ends."""
+        self._new.pop(rid, None)
+        if self._agreement is not None:
+            self._agreement.forget(rid)
         if rid in self._asked and not any(rid in batch.request_ids for batch in self._batches.values()):
             self._settle(rid)
 
@@ -367,6 +474,11 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def drop_all_but(self, waiting: Iterable[str]) -> None:
         """Let go of requests that left the queue in a way that nobody reported."""
+        waiting = set(waiting)
+        for rid in [rid for rid in self._new if rid not in waiting]:
+            del self._new[rid]
+        if self._agreement is not None:
+            self._agreement.keep(waiting)
         if self._asked:
             keep = {*waiting, *self._queued, *(rid for batch in self._batches.values() for rid in batch.request_ids)}
             for rid in [rid for rid in self._asked if rid not in keep]:
@@ -377,13 +489,15 @@ class KVTierLinker(UnifiedCacheLinker):
         """Pages stored until now belong to weights that are gone: look none of them up again."""
         for rid in list(self._asked):
             self._settle(rid)
+        if self._agreement is not None:
+            self._agreement.keep(())
         self._quiesce()
         self._new_generation()
         self._weights = _Weights.CHANGED
 
     def _new_generation(self) -> None:
         self._mover.close()
-        self._namespace = replace(self._namespace, generation=identity.new_generation())
+        self._namespace = replace(self._namespace, generation=self._generations.next())
         self._mover = self._new_mover()
 
     def count_error(self, where: str, error: BaseException | None = None) -> None:

@@ -48,6 +48,8 @@ _ONE = (None, 0, 1)
 _RADIX = "kvtier restores pages into SGLang's default radix cache"
 _OTHER_CACHE = "it is another cache behind the radix cache"
 _UNTESTED = "the two were never tested together"
+_REPLICAS = "replicas would open the same directories: start engines of their own that share a cache server"
+_CONTEXT = "the parts of a page that context-parallel ranks hold are not told apart"
 EXCLUDED = (
     Excluded("disable_radix_cache", _OFF, _RADIX),
     Excluded("radix_cache_backend", _OFF, _RADIX),
@@ -67,12 +69,10 @@ EXCLUDED = (
     Excluded("dllm_algorithm", _OFF, _UNTESTED),
     Excluded("speculative_algorithm", _OFF, "draft pages are not stored by this version"),
     Excluded("disaggregation_mode", (None, "null"), "requests do not pass the ordinary waiting queue"),
-    Excluded("tp_size", _ONE, "this version serves one rank"),
-    Excluded("pp_size", _ONE, "this version serves one rank"),
-    Excluded("dp_size", _ONE, "this version serves one rank"),
-    Excluded("attn_dp_size", _ONE, "this version serves one rank"),
-    Excluded("dcp_size", _ONE, "this version serves one rank"),
-    Excluded("attn_cp_size", _ONE, "this version serves one rank"),
+    Excluded("dp_size", _ONE, _REPLICAS),
+    Excluded("attn_dp_size", _ONE, _REPLICAS),
+    Excluded("dcp_size", _ONE, _CONTEXT),
+    Excluded("attn_cp_size", _ONE, _CONTEXT),
     Excluded("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "fp8_e4m3"), "such device caches are not served"),
     Excluded("quantization_param_path", _OFF, "scales beside the checkpoint are no part of what tells its pages apart"),
 )

@@ -113,7 +113,6 @@ def test_a_worker_that_fails_mid_load_fails_the_batch_only(
     [
         ("lookup", ("r", None), []),
         ("load", ("r", None), False),
-        ("offload", (None,), False),
         ("finish_layer_wise_loading", (99,), False),
     ],
 )

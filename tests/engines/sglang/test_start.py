@@ -35,8 +35,8 @@ def test_the_flag_becomes_the_engines_own_options(tmp_path: Path) -> None:
 
 def test_a_mistake_on_the_command_line_ends_with_one_line() -> None:
     with pytest.raises(SystemExit) as caught:
-        parse("--kv-connector", "kvtier", "--tp-size", "2")
-    assert str(caught.value).startswith("error: --tp-size = 2 cannot") and "\n" not in str(caught.value)
+        parse("--kv-connector", "kvtier", "--dp-size", "2")
+    assert str(caught.value).startswith("error: --dp-size = 2 cannot") and "\n" not in str(caught.value)
 
 
 def test_without_the_flag_nothing_changes() -> None:
@@ -49,7 +49,7 @@ def test_without_the_flag_nothing_changes() -> None:
     [
         (("--enable-hierarchical-cache",), "--enable-hierarchical-cache = True"),
         (("--disable-radix-cache",), "--disable-radix-cache = True"),
-        (("--tp-size", "2"), "--tp-size = 2"),
+        (("--dp-size", "2"), "--dp-size = 2"),
         (("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype = 'fp8_e5m2'"),
         (("--speculative-algorithm", "EAGLE"), "--speculative-algorithm = 'EAGLE'"),
         (("--enable-lmcache",), "--enable-lmcache = True"),
@@ -246,6 +246,14 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
 
         def drop_all_but(self, waiting: Any) -> None:
             self.kept = list(waiting)
+
+        def has_new(self) -> bool:
+            return False
+
+        def agree(self, waiting: Any) -> None:
+            self.asked = list(waiting)
+
+        ledger = SimpleNamespace(time_engine=lambda call, seconds: None)
 
     linker = Linker()
     requests = {rid: SimpleNamespace(rid=rid) for rid in "abcdef"}
