@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from kvtier.abc.codec import Codec
 from kvtier.build import open_codec, open_store
 from kvtier.config import PRIORITIES, Config
+from kvtier.connectors.transformers.compact_serving import CompactCache
 from kvtier.connectors.transformers.geometry import page_spec_of
 from kvtier.connectors.transformers.identity import check_model_name, weights_fingerprint_of
 from kvtier.errors import SpecError
@@ -147,6 +148,11 @@ class PrefixCache:
         """Queue the full pages of `cache`, which holds exactly `token_ids`, for storage. A last partial page is not
         stored. Pages that a tier already has are not encoded again. Raises SpecError where the cache is not this
         model's, is not on the CPU, or holds another number of tokens."""
+        if isinstance(cache, CompactCache):
+            raise SpecError(
+                "the cache goes on from a compacted prefix: its rows are not the plain KV of its tokens, and are not "
+                "stored as such"
+            )
         if cache.get_seq_length() != len(token_ids):
             raise SpecError(f"the cache holds {cache.get_seq_length()} tokens, {len(token_ids)} token ids were given")
         hashes = self._hashes(token_ids, len(token_ids))
