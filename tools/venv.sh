@@ -13,7 +13,7 @@ set -euo pipefail
 
 kind=${1:?usage: tools/venv.sh test|demo}
 case $kind in
-  test) extras=(demo redis test lint torch transformers triton build-system) tools=(build cmake ninja) ;;
+  test) extras=(compaction demo redis test lint torch transformers triton build-system) tools=(build cmake ninja) ;;
   demo) extras=(demo) tools=() ;;
   *) echo "tools/venv.sh: unknown kind '$kind'; there are test and demo" >&2; exit 2 ;;
 esac
