@@ -15,30 +15,31 @@ from enum import Enum, auto
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from prometheus_client import Gauge
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
-from kvtier.build import open_codec, open_store
-from kvtier.config import PRIORITIES, Config
+from kvtier.build import open_store
+from kvtier.config import Config
 from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
 from kvtier.connectors.sglang.agreement import Agreement, Progress
+from kvtier.connectors.sglang.boundaries import is_beside
 from kvtier.connectors.sglang.loads import BatchLoad
-from kvtier.connectors.sglang.pools import DevicePool, page_hashes
+from kvtier.connectors.sglang.movers import Movers, Offloading, Part, Stored, check_device, codec_for, shared_by_one
+from kvtier.connectors.sglang.pools import DevicePool
+from kvtier.connectors.sglang.pools.engine import EnginePools
+from kvtier.connectors.sglang.prefixes import Prefix, Prefixes
 from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
 from kvtier.errors import EngineError
 from kvtier.keys import Namespace
 from kvtier.ledger import MissReason, OffloadOutcome
-from kvtier.lookup import Lookup
 from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 from kvtier.server.probe import store_ready
+from kvtier.spec import Role
 from kvtier.store import TieredStore
 from kvtier.tickets import OffloadResult, OnboardResult, Ticket
 from kvtier.workers import WorkerPool
@@ -62,22 +63,10 @@ class _Weights(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request last asked for: the engine's hashes of the first and the last page and their number say it all,
-    because hashes are chained."""
-
-    first: str
-    last: str
-    pages: int
-    lookup: Lookup
-
-
-@dataclass(frozen=True, slots=True)
 class _Load:
-    """A load that was promised. Without a lookup it cannot be started, which fails its batch."""
+    """A load that was promised, of all pools. Without parts it cannot be started, which fails its batch."""
 
-    lookup: Lookup | None
-    page_ids: npt.NDArray[np.int64]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +118,15 @@ class KVTierLinker(UnifiedCacheLinker):
         options.check_waiting(config)
         if config.compression.live:
             compression_hooks.verify_installed()
-        _refuse_unsupported(args, model_config, components)
+        _refuse_unsupported(args, model_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self._pool = DevicePool.of(pool, params.page_size, **identity.cache_values(model_config, args, pool))
+        told = identity.cache_values(model_config, args, pool)
+        self._pools = EnginePools.of(params, {c.name for c in components}, told)
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: pool}
-        self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
+        self.pools = {PoolName(p.name): p for p in self._pools.all}
+        self.layer_done_counter = LayerWiseLoadCounter(self._pools.counted_layers)
+        if self._pools.has_states:  # the engine registers the counter with the KV pool, and with that only
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = RankGroup(params)
         self._agreement = Agreement(self._ranks) if self._ranks.several else None
         self._place = Place.of(get_parallel(), args)
@@ -144,33 +136,27 @@ class KVTierLinker(UnifiedCacheLinker):
         self._weights = _Weights.AS_LOADED
         self.page_tokens: int = params.page_size
         self._new: dict[str, None] = {}
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Prefix] = {}
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
-        self._offloads: deque[Ticket[OffloadResult]] = deque()
+        self._offloads: deque[Offloading] = deque()
         self._open(config, identity.identify(model_config, args))
 
     def _open(self, config: Config, engine: identity.EngineIdentity) -> None:
         self._config = config
-        self._codec = open_codec(config, self._pool.spec)
-        self._namespace = Namespace.of(
-            self._pool.spec,
-            policy_of(self._codec),
-            model=engine.model,
-            weights=engine.weights,
-            dtype=self._pool.spec.buffers[0].dtype.value,
-            shard=self._place.shard,
-            lora=engine.lora,
-            salt=config.salt,
-        )
         place = self._place
+        self._stored = [self._stored_as(pool, engine) for pool in self._pools.all]
         self._store: TieredStore = open_store(
-            config, shard=place.folder, rank=place.node_rank, ranks=place.node_ranks, several=place.ranks > 1
+            shared_by_one(config, place.tp_rank) if self._pools.replicated else config,
+            shard=place.folder,
+            rank=place.node_rank,
+            ranks=place.node_ranks,
+            several=place.ranks > 1,
         )
         self.ledger = self._store.ledger
         self._http: HttpExporter | None = None
         try:
-            self._mover = self._new_mover()
+            self._open_movers()
             self._show(
                 "kvtier_open_requests",
                 "Requests looked up and not yet started or dropped, or loading",
@@ -180,7 +166,7 @@ class KVTierLinker(UnifiedCacheLinker):
                 "kvtier_pending_offloads", "Offloads whose result the engine has not taken", lambda: len(self._offloads)
             )
             if config.http is not None:
-                nbytes = self._mover.layout(self._codec).cold_page_bytes
+                nbytes = self._mover.layout(self._stored[0].codec).cold_page_bytes
                 self._http = HttpExporter(
                     self.ledger.registry,
                     HttpOptions.of(config.http),
@@ -196,26 +182,44 @@ class KVTierLinker(UnifiedCacheLinker):
         _log.info(
             "kvtier: namespace %s, pages of %d tokens, %d bytes hot",
             self._namespace.digest.hex()[:16],
-            self._pool.spec.page_tokens,
-            self._pool.spec.hot_page_bytes,
+            self.page_tokens,
+            self._pools.kv.spec.hot_page_bytes,
         )
+
+    def _stored_as(self, pool: DevicePool, engine: identity.EngineIdentity) -> Stored:
+        """How pages of `pool` are named and written."""
+        codec = codec_for(self._config, pool)
+        check_device(codec, pool)
+        dtypes = dict.fromkeys(b.dtype.value for b in pool.spec.buffers if b.role is not Role.INDEX_KEY)
+        namespace = Namespace.of(
+            pool.spec,
+            policy_of(codec),
+            model=engine.model,
+            weights=engine.weights,
+            dtype="+".join([*dtypes, *filter(None, [pool.variant])]),
+            shard=self._place.replicated_shard if self._pools.replicated else self._place.shard,
+            lora=engine.lora,
+            salt=self._config.salt,
+        )
+        return Stored(pool, namespace, codec)
+
+    @property
+    def _namespace(self) -> Namespace:
+        return self._stored[0].namespace
+
+    @property
+    def _mover(self) -> PageMover:
+        return self._movers.kv
 
     def _show(self, name: str, text: str, value: Callable[[], int]) -> None:
         Gauge(name, text, registry=self.ledger.registry).set_function(value)
 
     def _open_requests(self) -> int:
-        return len(self._store.open_requests())
+        return sum(not is_beside(name) for name in self._store.open_requests())
 
-    def _new_mover(self) -> PageMover:
-        return PageMover(
-            self._store,
-            self._pool.spec,
-            self._namespace,
-            self._codec,
-            workers=self._config.workers,
-            offload_wait_s=self._config.offload_wait,
-            priority=PRIORITIES[self._config.priority],
-        )
+    def _open_movers(self) -> None:
+        self._movers = Movers(self._store, self._stored, self._config)
+        self._prefixes = Prefixes(self._store, self._stored)
 
     @property
     def exports_metrics(self) -> bool:
@@ -231,39 +235,32 @@ class KVTierLinker(UnifiedCacheLinker):
         self._new.pop(rid, None)
         if rid in self._queued:
             return []  # another request of the same name: the pages of the first must stay what its load expects
-        hashes = transfers[0].keys
         if self._agreement is None:
-            return list(range(1, self._look_up(rid, hashes).ready_pages + 1))
+            return self._look_up(rid, transfers).lengths()
+        hashes = transfers[0].keys
         agreed = self._agreement.asks(rid, (hashes[0], hashes[-1], len(hashes)), len(hashes))
         if self._agreement.is_open(rid):
             try:
-                self._look_up(rid, hashes)
+                self._look_up(rid, transfers).lengths()
             except Exception:  # noqa: BLE001 - this rank has nothing, and answers like the others
                 self.count_error("lookup")
                 self._settle(rid)
         return agreed
 
-    def _look_up(self, rid: str, hashes: list[str]) -> Lookup:
-        known = self._asked.get(rid)
-        if known is not None and (known.first, known.last, known.pages) == (hashes[0], hashes[-1], len(hashes)):
-            keys, digests = known.lookup.keys, known.lookup.hashes
-        else:
-            digests = page_hashes(hashes)
-            keys = self._namespace.page_keys(digests)
-        lookup = self._store.lookup(rid, keys, hashes=digests)  # another object if the lease of the last one has ended
-        self._asked[rid] = _Asked(hashes[0], hashes[-1], len(hashes), lookup)
-        return lookup
+    def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> Prefix:
+        prefix = self._asked[rid] = self._prefixes.look_up(rid, transfers, self._asked.get(rid))
+        return prefix
 
     def _progress(self, rid: str) -> Progress:
         known = self._asked.get(rid)
-        if known is None or not known.lookup.loading:
+        if known is None or not known.under_way():
             return Progress.COMPLETE
         return Progress.UNDER_WAY if time.monotonic() < known.lookup.deadline else Progress.EXPIRED
 
     def _freeze(self, rid: str) -> list[int]:
         known = self._asked.get(rid)
         try:
-            return list(range(1, self._store.freeze(known.lookup) + 1)) if known is not None else []
+            return self._prefixes.freeze(known) if known is not None else []
         except Exception:  # noqa: BLE001 - the other ranks wait for an answer
             self.count_error("lookup")
             return []
@@ -281,33 +278,28 @@ class KVTierLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue the pages that the last lookup of `rid` promised. The answer depends on its pins only."""
         if self._agreement is not None:
-            return self._load_agreed(rid, transfers[0])
-        transfer = transfers[0]
+            return self._load_agreed(rid, transfers)
         known = self._asked.get(rid)
-        pages = len(transfer.keys)
-        if rid in self._queued or known is None or known.first != transfer.keys[0]:
+        parts = None if rid in self._queued or known is None else self._prefixes.parts(known, transfers)
+        if known is None or parts is None:
             return False
-        if known.lookup.ready_pages < pages:
-            return False
-        page_ids = self._pool.page_ids(transfer.device_indices, pages)
-        if not self._store.hold(known.lookup, pages):
+        if not self._store.hold(known.lookup, len(transfers[0].keys)):
             return False  # the lease ended a moment ago
-        self._queued[rid] = _Load(known.lookup, page_ids)
+        self._queued[rid] = _Load(tuple(parts))
         return True
 
-    def _load_agreed(self, rid: str, transfer: PoolTransfer) -> bool:
+    def _load_agreed(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """True on every rank or on none: what goes wrong on one of them fails the batch on all."""
         assert self._agreement is not None
-        pages = len(transfer.keys)
+        pages = len(transfers[0].keys)
         if rid in self._queued or not self._agreement.reaches(rid, pages):
             return False
         known = self._asked.get(rid)
-        load = _Load(None, np.empty(0, np.int64))
+        load = _Load(())
         try:
-            if known is not None and known.first == transfer.keys[0] and known.lookup.ready_pages >= pages:
-                page_ids = self._pool.page_ids(transfer.device_indices, pages)
-                if self._store.hold(known.lookup, pages, rest=MissReason.AFTER_GAP):
-                    load = _Load(known.lookup, page_ids)
+            parts = None if known is None else self._prefixes.parts(known, transfers)
+            if known is not None and parts and self._store.hold(known.lookup, pages, rest=MissReason.AFTER_GAP):
+                load = _Load(tuple(parts))
         except Exception:  # noqa: BLE001 - as above
             self.count_error("load")
         self._queued[rid] = load
@@ -323,14 +315,17 @@ class KVTierLinker(UnifiedCacheLinker):
         queued, self._queued = self._queued, {}
         self._load_started_s = time.monotonic()
         index: int = self.layer_done_counter.update_producer()
-        batch = BatchLoad(self.layer_done_counter, index, len(queued))
+        parts = [part for load in queued.values() for part in load.parts]
+        batch = BatchLoad(
+            self.layer_done_counter, index, self._movers.writes_by_layer(parts, self._pools.counted_layers)
+        )
         tickets: list[Ticket[OnboardResult]] = []
         try:
-            for load in queued.values():  # one by one: those before a failure have started and must be waited for
-                if load.lookup is None:
-                    raise EngineError("pages that all ranks had agreed on are not there any more")
-                ticket = self._mover.onboard(load.lookup, self._pool.hot, load.page_ids, on_layer=batch.layer_done)
-                tickets.append(ticket)
+            events = self.record_offload_ready()
+            if not all(load.parts for load in queued.values()):
+                raise EngineError("pages that all ranks had agreed on are not there any more")
+            # One by one: those before a failure have started, and must be waited for.
+            tickets.extend(self._movers.onboard(part, events, batch.layer_done) for part in parts)
             if not self._watchers.submit(lambda: batch.watch(tickets)):
                 raise EngineError("kvtier was closed")
         except Exception as error:  # noqa: BLE001 - the forward must not wait for ever
@@ -360,32 +355,29 @@ class KVTierLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue a node's pages. The engine keeps them in place until the result is popped."""
         try:
-            self._offloads.append(self._offload(transfers[0]))
+            self._offloads.append(self._offload(transfers))
         except Exception:  # noqa: BLE001 - results pair with submissions, on every rank alike
             self.count_error("offload")
             failed: Ticket[OffloadResult] = Ticket()
             failed.finish(OffloadResult({OffloadOutcome.FAILED: len(transfers[0].keys)}))
-            self._offloads.append(failed)
+            self._offloads.append(Offloading((failed,)))
         return True
 
-    def _offload(self, transfer: PoolTransfer) -> Ticket[OffloadResult]:
-        page_ids = self._pool.page_ids(transfer.device_indices, len(transfer.keys))
+    def _offload(self, transfers: list[PoolTransfer]) -> Offloading:
         events = self.record_offload_ready()
         epoch = self._epoch
 
-        def ready() -> None:
+        def check() -> None:
             if epoch != self._epoch:
                 raise EngineError("the engine's cache was flushed before these pages were copied")
-            for event in events:
-                event.synchronize()
 
-        return self._mover.offload(self._pool.hot, page_hashes(transfer.keys), page_ids, ready=ready)
+        return self._movers.offload(transfers, events, check)
 
     def num_completed_offloads(self) -> int:
         """How many results can be popped now, in the order of submission."""
         done = 0
-        for ticket in self._offloads:
-            if not ticket.done():
+        for node in self._offloads:
+            if not node.done():
                 break
             done += 1
         return done
@@ -416,7 +408,7 @@ class KVTierLinker(UnifiedCacheLinker):
     def close(self) -> None:
         """End all copying and close every tier."""
         give_up = time.monotonic() + _CLOSE_S
-        self._mover.close(_CLOSE_S / 2)
+        self._movers.close(_CLOSE_S / 2)
         self._watchers.close(0.05)
         self._store.close(max(0.05, give_up - time.monotonic()))
         if self._http is not None:
@@ -445,7 +437,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if self._agreement is not None:
             return self._agreement.is_open(rid)
         known = self._asked.get(rid)
-        return known is not None and known.lookup.pending
+        return known is not None and known.pending
 
     def agree(self, waiting: Iterable[str]) -> None:
         """With several ranks, which all call this in each scheduling step: settle what `waiting` requests can get."""
@@ -496,9 +488,10 @@ class KVTierLinker(UnifiedCacheLinker):
         self._weights = _Weights.CHANGED
 
     def _new_generation(self) -> None:
-        self._mover.close()
-        self._namespace = replace(self._namespace, generation=self._generations.next())
-        self._mover = self._new_mover()
+        self._movers.close()
+        generation = self._generations.next()
+        self._stored = [replace(s, namespace=replace(s.namespace, generation=generation)) for s in self._stored]
+        self._open_movers()
 
     def count_error(self, where: str, error: BaseException | None = None) -> None:
         """Count and log the exception being handled (or `error`), which the engine does not see."""
@@ -508,27 +501,21 @@ class KVTierLinker(UnifiedCacheLinker):
     def _quiesce(self) -> None:
         """Return when no worker reads or writes the pool any more. Copies that have not begun are given up after a
         while; those that have are waited for, since the engine is about to reuse their pages."""
-        if not self._mover.drain(_DRAIN_S):
+        if not self._movers.drain(_DRAIN_S):
             _log.warning("kvtier: pages were still waiting to be copied after %s s and are dropped", _DRAIN_S)
             self._epoch += 1
-            self._mover.drain()
+            self._movers.drain()
 
     def _settle(self, rid: str, *, loaded: bool = False) -> None:
         self._asked.pop(rid, None)
         try:
-            self._store.settle(rid, loaded=loaded)
+            self._prefixes.settle(rid, loaded=loaded)
         except Exception:  # noqa: BLE001 - called from hooks on the scheduler's thread
             self.count_error("settling a request")
 
 
-def _refuse_unsupported(args: Any, model_config: Any, components: Iterable[Any]) -> None:
+def _refuse_unsupported(args: Any, model_config: Any) -> None:
     options.refuse_excluded({e.option: getattr(args, e.option, None) for e in options.EXCLUDED}, options.EXCLUDED)
-    others = sorted(c.name for c in components if c is not ComponentType.FULL)
-    if others:
-        raise EngineError(
-            f"this model's cache has {', '.join(others)} state beside attention: kvtier serves plain MHA and GQA "
-            "caches. Start it without --kv-connector"
-        )
     if model_config.is_multimodal and not args.language_model_only:
         raise EngineError(
             "this model takes images or sound, which kvtier was not tested with. Give --language-model-only, or start "

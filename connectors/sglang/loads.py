@@ -12,14 +12,18 @@ from kvtier.tickets import OnboardResult, Ticket
 class BatchLoad:
     """Several requests' loads under one index of a `LayerWiseLoadCounter`.
 
-    A layer is complete when it is complete in every load. Thread-safe: loads report from the mover's workers."""
+    loads: for each layer of the counter, how many loads write it. A layer is complete when it is in all of these.
+    Thread-safe: loads report from the mover's workers."""
 
-    def __init__(self, counter: Any, index: int, loads: int) -> None:
+    def __init__(self, counter: Any, index: int, loads: Sequence[int]) -> None:
         self._counter = counter
         self._index = index
-        self._left = [loads] * counter.num_layers
+        self._left = list(loads)
         self._failed = False
         self._lock = threading.Lock()
+        for layer, count in enumerate(loads):
+            if not count:
+                counter.complete(index, layer)
 
     def layer_done(self, layer: int) -> None:
         """One load has written `layer`."""

@@ -54,6 +54,11 @@ class Place:
         return f"tp{self.tp_rank}/{self.tp_size}{stage}"
 
     @property
+    def replicated_shard(self) -> str:
+        """As `shard`, of pages that all tensor-parallel ranks hold alike."""
+        return f"replicated.pp{self.pp_rank}/{self.pp_size}" if self.pp_size > 1 else "replicated"
+
+    @property
     def folder(self) -> str:
         """Its folder below a tier's path, so that two topologies do not meet in one. Empty for a single rank."""
         return f"tp{self.tp_size}pp{self.pp_size}" if self.ranks > 1 else ""

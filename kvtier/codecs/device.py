@@ -114,6 +114,12 @@ def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.fl
     return native.errors(layout, in_host, Pages(ids, pages.valid_tokens, pages.arena, pages.offsets))
 
 
+def check(layout: ColdLayout, pool: HotPool) -> None:
+    """Raises CodecError, or an ImportError that names the extra, where such pages cannot be read on the pool's device:
+    for a start, so that no page has to find out."""
+    _prepare(layout, pool)
+
+
 def enqueue_encode(layout: ColdLayout, pool: HotPool, pages: Pages) -> Encoding:
     """Check, and queue one launch. Work queued before on other streams is not waited for: the caller has made sure that
     the pages are computed. Raises CodecError before anything is queued."""

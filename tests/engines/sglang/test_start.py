@@ -203,8 +203,8 @@ def test_pools_that_cannot_be_served_are_named(change: dict[str, Any], words: st
     assert DevicePool.of(kind(**plain), 16).layers == 1
     with pytest.raises(EngineError, match=words):
         DevicePool.of(kind(**{**plain, **change}), 16)
-    with pytest.raises(EngineError, match="KV pool is a MLATokenToKVPool"):
-        DevicePool.of(type("MLATokenToKVPool", (SimpleNamespace,), {})(**plain), 16)
+    with pytest.raises(EngineError, match="KV pool is a MLATokenToKVPoolFP4"):
+        DevicePool.of(type("MLATokenToKVPoolFP4", (SimpleNamespace,), {})(**plain), 16)
 
 
 def test_slots_that_are_not_whole_pages_are_refused() -> None:
