@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.connectors.sglang import hooks, options
+from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, options
 from kvtier.errors import KVTierError
 
 
@@ -15,8 +15,9 @@ def add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("kvtier")
     group.add_argument(
         "--kv-connector",
-        choices=[options.NAME],
-        help="Keep KV pages that leave the device in kvtier's tiers and restore them from there.",
+        choices=[options.NAME, hicache_options.NAME],
+        help="Keep KV pages that leave the device in kvtier's tiers and restore them from there: directly, or through "
+        "the host memory of SGLang's hierarchical cache.",
     )
     group.add_argument(
         "--kv-connector-config",
@@ -37,8 +38,13 @@ def translate_namespace(original: Callable[..., Any], cls: Any, args: argparse.N
 
 def translate(given: dict[str, Any]) -> dict[str, Any]:
     """SGLang's options; the engine is checked only when the connector is asked for."""
-    if given.get(options.CONNECTOR_OPTION) is not None:
+    name = given.get(options.CONNECTOR_OPTION)
+    if name is not None:
         hooks.check_engine()
+    if name == hicache_options.NAME:
+        hooks.check_used(hicache_hooks.USED)
+        hooks.check_hooks(hicache_hooks.scheduler_hooks())
+        return hicache_options.hicache_options(given)
     return options.linker_options(given)
 
 

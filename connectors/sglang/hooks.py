@@ -22,6 +22,18 @@ SUPPORTED = ("0.5.23",)
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _ENGINE = "sglang.srt.entrypoints.engine"
+WEIGHT_UPDATES = tuple(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager." + name
+    for name in (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "begin_weight_update",
+        "end_weight_update",
+    )
+)
+"""Every way in which an engine's weights change in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +101,9 @@ def scheduler_hooks() -> tuple[Hook, ...]:
     from kvtier.connectors.sglang import hold
 
     scheduler = f"{_SCHEDULER}.Scheduler."
-    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-    updates = (
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-        "begin_weight_update",
-        "end_weight_update",
-    )
     return (
         Hook(scheduler + "_prefetch_kvcache", "AFTER", ("self", "req", "storage_hit_end"), hold.request_queued),
+        Hook(scheduler + "get_next_batch_to_run", "BEFORE", ("self", "running_batch", "last_batch"), hold.next_batch),
         Hook(
             scheduler + "_get_new_batch_prefill_raw",
             "AROUND",
@@ -119,7 +123,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             hold.request_aborted,
         ),
         Hook(scheduler + "process_batch_result", "AFTER", ("self", "batch", "result"), hold.batch_done),
-        *(Hook(updater + name, "BEFORE", ("self", "recv_req"), hold.weights_change) for name in updates),
+        *(Hook(target, "BEFORE", ("self", "recv_req"), hold.weights_change) for target in WEIGHT_UPDATES),
     )
 
 

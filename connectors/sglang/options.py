@@ -54,8 +54,8 @@ EXCLUDED = (
     Excluded("disable_radix_cache", _OFF, _RADIX),
     Excluded("radix_cache_backend", _OFF, _RADIX),
     Excluded("prefill_only_disable_kv_cache", _OFF, _RADIX),
-    Excluded("enable_hierarchical_cache", _OFF, _OTHER_CACHE),
-    Excluded("hicache_storage_backend", _OFF, _OTHER_CACHE),
+    Excluded("enable_hierarchical_cache", _OFF, _OTHER_CACHE + "; --kv-connector kvtier-hicache goes behind it"),
+    Excluded("hicache_storage_backend", _OFF, _OTHER_CACHE + "; --kv-connector kvtier-hicache is such storage"),
     Excluded("enable_lmcache", _OFF, _OTHER_CACHE),
     Excluded("enable_flexkv", _OFF, _OTHER_CACHE),
     Excluded("enable_unified_memory", _OFF, "its pages move while they are copied"),
@@ -94,15 +94,12 @@ def linker_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError("--kv-connector-config is given without --kv-connector: add --kv-connector kvtier")
         return options
     if name != NAME:
-        raise ConfigError(f"--kv-connector = {name!r}: the one connector here is {NAME!r}")
+        raise ConfigError(f"--kv-connector = {name!r}: choose {NAME}, or kvtier-hicache behind SGLang's host memory")
     refuse_excluded(options, (*EXCLUDED, *TAKEN))
-    reference = _reference(config)
+    reference = reference_of(config)
     config_read = resolve_config(reference)
     check_waiting(config_read)
-    if options.get("page_size") is None:
-        _log.info("kvtier sets --page-size %d; give --page-size to choose another", DEFAULT_PAGE_TOKENS)
-        options["page_size"] = DEFAULT_PAGE_TOKENS
-    check_page_tokens(config_read, options["page_size"])
+    settle_page_size(options, config_read)
     options["enable_unified_cache_external_linker"] = True
     options["unified_cache_external_linker_backend"] = "dynamic"
     options["unified_cache_external_linker_config"] = {
@@ -143,6 +140,14 @@ def check_waiting(config: Config) -> None:
         )
 
 
+def settle_page_size(options: dict[str, Any], config: Config) -> None:
+    """Set a page size where the user sets none, and refuse one that the form of pages cannot have."""
+    if options.get("page_size") is None:
+        _log.info("kvtier sets --page-size %d; give --page-size to choose another", DEFAULT_PAGE_TOKENS)
+        options["page_size"] = DEFAULT_PAGE_TOKENS
+    check_page_tokens(config, options["page_size"])
+
+
 def check_page_tokens(config: Config, page_tokens: int) -> None:
     """A form of K that was asked for by name must be able to hold pages of that size."""
     if config.cold_page is None or config.cold_page.quant not in _FORMS_OF_TOKENS:
@@ -154,7 +159,8 @@ def check_page_tokens(config: Config, page_tokens: int) -> None:
         raise ConfigError(f"--page-size = {page_tokens}: {error}") from None
 
 
-def _reference(config: Any) -> dict[str, Any]:
+def reference_of(config: Any) -> dict[str, Any]:
+    """What workers find the configuration by (`resolve_config`), for the path of a file or a block."""
     if config is None:
         _log.warning("kvtier runs without --kv-connector-config: %s", dict(DEFAULT_CONFIG))
         return {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from kvtier.connectors.sglang import hooks
+from kvtier.connectors.sglang import hicache_hooks, hooks
 from kvtier.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ def register() -> None:
             _accept_keywords()
         if hooks.has_scheduler():
             hooks.install(hooks.scheduler_hooks())
+            hooks.install(hicache_hooks.scheduler_hooks())
     except EngineError as error:
         _log.warning("%s", error)
 

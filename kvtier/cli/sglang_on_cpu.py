@@ -75,10 +75,10 @@ def allow_host_pools() -> None:
         bound.arguments["pin_memory"] = False
         original(*bound.args, **bound.kwargs)
 
-    base.HostKVCache.__init__ = unpinned  # type: ignore[method-assign]
-    mha.transfer_kv_direct = _copy_layers  # type: ignore[attr-defined]
-    mha.transfer_kv_all_layer_direct_lf_pf = _layers_to_pages  # type: ignore[attr-defined]
-    mha.transfer_kv_per_layer_direct_pf_lf = _pages_to_layer  # type: ignore[attr-defined]
+    base.HostKVCache.__init__ = unpinned
+    mha.transfer_kv_direct = _copy_layers
+    mha.transfer_kv_all_layer_direct_lf_pf = _layers_to_pages
+    mha.transfer_kv_per_layer_direct_pf_lf = _pages_to_layer
 
 
 def _copy_layers(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
