@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,30 +77,7 @@ class Engine:
         self.args.check_server_args()
         publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.page, self.hnd = page, hnd
-        size = pages * page
-        with _environment("SGLANG_USE_HND_KVCACHE", "1" if hnd else None):
-            self.pool = MHATokenToKVPool(
-                size=size,
-                page_size=page,
-                dtype=dtype,
-                head_num=self.heads,
-                head_dim=self.dim,
-                layer_num=self.layers,
-                device="cpu",
-                enable_memory_saver=False,
-            )
-        if page == 1:
-            self.allocator: Any = TokenToKVPoolAllocator(size, dtype, "cpu", self.pool, False)
-        else:
-            self.allocator = PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", self.pool, False)
-        rows = ReqToTokenPool(size=8, max_context_len=size, device="cpu", enable_memory_saver=False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page,
-            tree_components=(ComponentType.FULL,),
-        )
+        params = self.parts(pages * page, dtype, {})
         self.cache = UnifiedRadixCache(params)
         linker = create_unified_cache_linker(
             self.args,
@@ -115,6 +92,33 @@ class Engine:
         self.cache.init_cache_linker(linker)
         self.pool.register_layer_transfer_counter(self.cache.linker.layer_done_counter)
         self.free_at_start = self.allocator.available_size()
+
+    def parts(self, size: int, dtype: torch.dtype, groups: Mapping[str, Any]) -> CacheInitParams:
+        """Make the pools, with room for `size` tokens, and their allocators."""
+        with _environment("SGLANG_USE_HND_KVCACHE", "1" if self.hnd else None):
+            self.pool = MHATokenToKVPool(
+                size=size,
+                page_size=self.page,
+                dtype=dtype,
+                head_num=self.heads,
+                head_dim=self.dim,
+                layer_num=self.layers,
+                device="cpu",
+                enable_memory_saver=False,
+            )
+        if self.page == 1:
+            self.allocator: Any = TokenToKVPoolAllocator(size, dtype, "cpu", self.pool, False)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(size, self.page, dtype, "cpu", self.pool, False)
+        rows = ReqToTokenPool(size=8, max_context_len=size, device="cpu", enable_memory_saver=False)
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=self.page,
+            tree_components=(ComponentType.FULL,),
+            **groups,
+        )
 
     # -- device pages -------------------------------------------------------------------------------------------
 
