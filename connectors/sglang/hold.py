@@ -2,8 +2,8 @@
 
 A linker is only asked for what is there at the moment of admission. So requests are looked up when they are queued, and
 one whose next page is being promoted is left out of the batches until the page is there or the deadline
-(`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once more where it
-would be added. First lookups are spread over scheduling steps when many requests arrive at once. With several ranks
+(`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once more where
+it would be added. First lookups are spread over scheduling steps when many requests arrive at once. With several ranks
 everything here is done by all of them in the same order, since lookups are collective. All functions run on the
 scheduler's thread and never raise.
 """
@@ -13,12 +13,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.linker import KVTierLinker
 
 _log = logging.getLogger(__name__)
+
+_LOAD_FAILED = "External KV cache load failed"
 
 _IDLE_S = 0.0005
 """Pause of a scheduler that has nothing but held requests: its loop would spin and starve the promoting threads."""
@@ -41,6 +44,29 @@ def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | Non
     linker = linker_of(scheduler.tree_cache)
     if linker is not None:
         linker.request_queued(req.rid)
+
+
+def next_batch(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    """Before ``Scheduler.get_next_batch_to_run``: what the stages of a pipeline have to know of each other before any of
+    them acts on it."""
+    linker = linker_of(scheduler.tree_cache)
+    failed = linker.settle_stages() if linker is not None else ()
+    if not failed:
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reqs = {req.rid: req for batch in scheduler.mbs if batch is not None for req in batch.reqs}
+    if scheduler.chunked_req is not None:
+        reqs[scheduler.chunked_req.rid] = scheduler.chunked_req
+    for rid in failed:
+        req = reqs.get(rid)
+        if req is None:
+            continue
+        # As SGLang does where the ranks of a stage say so.
+        req.skip_radix_cache_insert = True
+        req.discard_output_reason = FINISH_ABORT(_LOAD_FAILED, HTTPStatus.SERVICE_UNAVAILABLE)
+        if req is scheduler.chunked_req:
+            scheduler._pending_chunked_abort_req = req
 
 
 def build_batch(

@@ -32,6 +32,7 @@ from kvtier.connectors.sglang.pools import DevicePool
 from kvtier.connectors.sglang.pools.engine import EnginePools
 from kvtier.connectors.sglang.prefixes import Prefix, Prefixes
 from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
+from kvtier.connectors.sglang.stages import Stages
 from kvtier.errors import EngineError
 from kvtier.keys import Namespace
 from kvtier.ledger import MissReason, OffloadOutcome
@@ -129,6 +130,7 @@ class KVTierLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = RankGroup(params)
         self._agreement = Agreement(self._ranks) if self._ranks.several else None
+        self._stages = Stages(self._ranks) if self._ranks.staged else None
         self._place = Place.of(get_parallel(), args)
         self._generations = Generations(self._ranks.secret(self._place.rank == 0))
         self._epoch = 0
@@ -340,11 +342,18 @@ class KVTierLinker(UnifiedCacheLinker):
         batch = self._batches.pop(counter_index, None)
         if batch is None:
             return False  # asked only for batches that had loads: this one could not even be started
-        landed: bool = self.layer_done_counter.finish(counter_index)
-        results = [ticket.result() for ticket in batch.tickets]
+        try:
+            ok: bool = self.layer_done_counter.finish(counter_index)
+            ok &= all(result.ok for result in [ticket.result() for ticket in batch.tickets])
+        except Exception:  # noqa: BLE001 - the stages of a pipeline wait for the verdict
+            self.count_error("load")
+            ok = False
         for rid in batch.request_ids:
             self._settle(rid, loaded=True)
-        return landed and all(result.ok for result in results)
+        if self._stages is not None:
+            self._stages.landed(batch.request_ids, ok)
+            return True  # until the other stages know of it
+        return ok
 
     @_timed("load", bool)
     def cancel_queued_load(self, rid: str) -> bool:
@@ -375,6 +384,8 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """How many results can be popped now, in the order of submission."""
+        if self._stages is not None:
+            return self._stages.ended
         done = 0
         for node in self._offloads:
             if not node.done():
@@ -384,7 +395,14 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def pop_completed_offload(self) -> bool:
         """The oldest result: whether all pages of the node are in a tier."""
-        return bool(self._offloads) and self._offloads.popleft().result().ok
+        if not self._offloads:
+            return False
+        ticket = self._offloads.popleft()
+        return self._stages.take() if self._stages is not None else ticket.result().ok
+
+    def settle_stages(self) -> list[str]:
+        """With a pipeline, whose stages all call this before they choose a batch: requests whose loads have failed."""
+        return self._stages.step(self._offloads) if self._stages is not None else []
 
     @_timed("reset", lambda: None)
     def reset(self) -> None:
@@ -399,6 +417,8 @@ class KVTierLinker(UnifiedCacheLinker):
             self._settle(rid)
         if self._agreement is not None:
             self._agreement.keep(())
+        if self._stages is not None:
+            self._stages.clear()
         self.layer_done_counter.reset()
         if self._weights is _Weights.CHANGED:  # what was stored since may rest on what the old ones had computed
             self._new_generation()

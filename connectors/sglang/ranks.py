@@ -72,14 +72,15 @@ class RankGroup:
         """`params`: SGLang's CacheInitParams."""
         attention = [g for g in (params.attn_cp_cache_group, params.attn_tp_cache_group) if _size(g) > 1]
         within = attention or [g for g in (params.tp_cache_group,) if _size(g) > 1]
-        self._groups = within + ([params.pp_cache_group] if params.pp_size > 1 else [])
+        self.staged: bool = params.pp_size > 1
+        self._groups = within + ([params.pp_cache_group] if self.staged else [])
 
     @property
     def several(self) -> bool:
         return bool(self._groups)
 
     def least(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise minimum over all ranks, in place. `values`: of integers, on the CPU, the same shape on all."""
+        """The element-wise minimum over all ranks, in place. `values`: integers on the CPU, of one shape."""
         for group in self._groups:
             dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         return values

@@ -58,8 +58,12 @@ class Engine:
         dtype: torch.dtype = torch.bfloat16,
         hnd: bool = False,
         pages: int = 64,
+        rank: int = 0,
+        groups: Mapping[str, Any] | None = None,
         **args: Any,
     ) -> None:
+        """rank: of the world, where `args` say that there are several; groups: over which the cache decides, by the
+        names of CacheInitParams, which takes the sizes and ranks of pipelines as well."""
         options = translate(
             {
                 "model_path": str(model),
@@ -75,9 +79,9 @@ class Engine:
         self.args = ServerArgs(**options)
         self.args.resolve_once()
         self.args.check_server_args()
-        publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        publish(self.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
         self.page, self.hnd = page, hnd
-        params = self.parts(pages * page, dtype, {})
+        params = self.parts(pages * page, dtype, groups or {})
         self.cache = UnifiedRadixCache(params)
         linker = create_unified_cache_linker(
             self.args,
@@ -138,7 +142,13 @@ class Engine:
         return [(self._rows(slots, k), self._rows(slots, v)) for k, v in zip(keys, values, strict=True)]
 
     def compute(
-        self, tokens: Sequence[int], *, extra_key: str | None = None, salt: str | None = None, seed: int = 0
+        self,
+        tokens: Sequence[int],
+        *,
+        extra_key: str | None = None,
+        salt: str | None = None,
+        seed: int = 0,
+        wait: bool = True,
     ) -> Rows:
         """Stand in for a prefill: fill pages with random values and insert them. Waits until they are offloaded."""
         slots = self.allocator.alloc(len(tokens))
@@ -151,7 +161,8 @@ class Engine:
                 buffer[slots] = values
         rows = self.read(slots)
         self.cache.insert(InsertParams(key=key_of(tokens, extra_key, salt), value=slots))
-        self.offloaded()
+        if wait:
+            self.offloaded()
         return rows
 
     def offloaded(self) -> None:
@@ -177,7 +188,21 @@ class Engine:
         lora: str | None = None,
     ) -> Req:
         """A queued request: looked up once, as the hook does. One more token than `tokens` is still to be computed."""
-        req = Req(
+        req = self.new_request(rid, tokens, extra_key=extra_key, salt=salt, lora=lora)
+        req.init_next_round_input(self.cache)
+        return req
+
+    def new_request(
+        self,
+        rid: str,
+        tokens: Sequence[int],
+        *,
+        extra_key: str | None = None,
+        salt: str | None = None,
+        lora: str | None = None,
+    ) -> Req:
+        """A request that was not looked up yet."""
+        return Req(
             rid=rid,
             origin_input_text="",
             origin_input_ids=array("q", [*tokens, 9]),
@@ -187,8 +212,6 @@ class Engine:
             cache_salt=salt,
             lora_id=lora,
         )
-        req.init_next_round_input(self.cache)
-        return req
 
     def admit(self, req: Req, *, wait: bool = True) -> Restored:
         """Admit a request: wait until it is not held any more, match again, load what was found."""
