@@ -148,7 +148,8 @@ class KVTierStorage(HiCacheStorage):
         """A pool beside it: states, windows, index keys, drafts."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        if name != str(PoolName.KV) and getattr(host_pool, "kv_buffer", None) is not None:
+        # Pools without memory of their own only hand out the indices of another.
+        if name != str(PoolName.KV) and not getattr(host_pool, "_is_dummy", False):
             self._register(name, host_pool)
 
     def _register(self, name: str, host_pool: Any) -> None:

@@ -3,7 +3,8 @@
 Run as a script, with the engine's keyword arguments as JSON in its first argument. SGLang's workers import this file
 again before they load plugins, so what is patched at module level is patched in the scheduler too:
 
-KVTIER_TEST_SDPA=1     replaces the CPU attention of prefills, see `extend`
+KVTIER_TEST_SDPA=1     replaces the CPU attention of prefills
+KVTIER_TEST_HOST=1     lets a CPU have the host pools of the hierarchical cache
 KVTIER_TEST_FP8=1      lets a CPU without Intel AMX have an FP8 cache, see `allow_fp8`
 KVTIER_TEST_FAIL=FILE  the next load fails in its second layer after FILE was created (and removes it)
 """
@@ -19,54 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-
-
-def extend(
-    backend: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
-) -> torch.Tensor:
-    """Attention of new tokens over cached and new ones, for the new rows only.
-
-    SGLang's own function for CPUs attends with a query as long as the whole sequence and throws the cached rows away,
-    so there even a full hit costs as much attention as a miss, which no accelerator does. `query`, `output`:
-    ``[new tokens, heads, dim]``; `k_cache`, `v_cache`: ``[slots, kv heads, dim]``.
-    """
-    done = 0
-    for i, total in enumerate(seq_lens.tolist()):
-        new, cached = int(extend_seq_lens[i]), int(extend_prefix_lens[i])
-        slots = req_to_token[req_pool_indices[i], :total]
-        q = query[done : done + new].transpose(0, 1)
-        k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
-        seen = torch.arange(total) <= torch.arange(cached, total)[:, None] if causal else None
-        out = scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=seen, scale=scaling, enable_gqa=enable_gqa
-        )
-        output[done : done + new] = out[0].transpose(0, 1)
-        done += new
-    return output
-
-
-def patch_attention() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
-    HookRegistry.register(target, extend, HookType.REPLACE)
+from kvtier.cli import sglang_on_cpu
 
 
 def allow_fp8() -> None:
@@ -102,7 +56,9 @@ def patch_loads(marker: Path) -> None:
 
 
 if os.environ.get("KVTIER_TEST_SDPA") == "1":
-    patch_attention()
+    sglang_on_cpu.replace_attention()
+if os.environ.get("KVTIER_TEST_HOST") == "1":
+    sglang_on_cpu.allow_host_pools()
 if os.environ.get("KVTIER_TEST_FP8") == "1":
     allow_fp8()
 if os.environ.get("KVTIER_TEST_FAIL"):
@@ -162,6 +118,13 @@ class Driver:
 
     def flush(self) -> Any:
         return self.engine.flush_cache().success
+
+    def storage(self, attach: dict[str, Any] | None) -> Any:
+        """What the handlers of ``DELETE`` and ``PUT /hicache/storage-backend`` do."""
+        manager = self.engine.tokenizer_manager
+        call = manager.detach_hicache_storage() if attach is None else manager.attach_hicache_storage(**attach)
+        answer = self.engine.loop.run_until_complete(call)
+        return {"success": answer.success, "message": answer.message}
 
     def text(self, text: str) -> Any:
         return self.engine.tokenizer_manager.tokenizer.encode(text)

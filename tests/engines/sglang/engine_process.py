@@ -62,6 +62,7 @@ class EngineProcess:
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_WAIT_POLICY": "passive",
             "KVTIER_TEST_SDPA": "1",
+            "KVTIER_TEST_HOST": "1" if "hicache_io_backend" in arguments else "",
             "KVTIER_TEST_FAIL": str(self.fail_next_load),
         }
         self.log = folder / f"engine-{time.monotonic_ns()}.log"
@@ -99,6 +100,15 @@ class EngineProcess:
                 return True
             time.sleep(0.1)
         return False
+
+    def storage(self, attach: dict[str, Any] | None) -> dict[str, Any]:
+        """Detach storage, or attach it: success and message. Retried while the engine is winding requests up."""
+        for _ in range(100):
+            answer: dict[str, Any] = self._do("storage", attach=attach)
+            if answer["success"] or "not idle" not in answer["message"]:
+                break
+            time.sleep(0.1)
+        return answer
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._do("text", text=text)
