@@ -1,0 +1,74 @@
+{{/* What a schema cannot say: values that do not fit together. Each message names them and the way out. */}}
+{{- define "kvtier.check" -}}
+{{- $v := .Values -}}
+{{- if include "kvtier.hasCache" . -}}
+{{- include "kvtier.checkCache" . -}}
+{{- end -}}
+{{- if and (not $v.engine.enabled) (ne $v.shape "daemonset") -}}
+{{- fail (printf "engine.enabled = false with shape = %q leaves nothing to deploy: set shape to daemonset, or engine.enabled to true" $v.shape) -}}
+{{- end -}}
+{{- if eq $v.shape "redis" -}}
+{{- if and (not $v.redis.url) (not $v.valkey.enabled) -}}
+{{- fail "shape = \"redis\" needs redis.url: give the address of a Redis or Valkey, such as rediss://cache-1:6379,cache-2:6379, or set valkey.enabled for a trial" -}}
+{{- end -}}
+{{- if and $v.redis.url $v.valkey.enabled -}}
+{{- fail (printf "redis.url = %q and valkey.enabled = true exclude each other: leave one out" $v.redis.url) -}}
+{{- end -}}
+{{- if regexMatch "://[^@/]*:[^@/]*@" $v.redis.url -}}
+{{- fail (printf "redis.url holds a password: put it into the Secret %s under the key %s and leave it out of the URL" $v.secret.name $v.secret.redisPassword) -}}
+{{- end -}}
+{{- else if $v.valkey.enabled -}}
+{{- fail (printf "valkey.enabled = true with shape = %q: no engine would use it; set shape to redis, or valkey.enabled to false" $v.shape) -}}
+{{- end -}}
+{{- range $name := list "tiers" "http" "server" -}}
+{{- if hasKey $v.engine.config $name -}}
+{{- fail (printf "engine.config.%s is written by this chart: leave it out; see engine.hostCapacity, engine.httpPort and shape" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (lt (int $v.cache.http.port) (int (add $v.engine.httpPort $v.engine.ranks))) (ge (int $v.cache.http.port) (int $v.engine.httpPort)) (eq $v.shape "sidecar") -}}
+{{- fail (printf "cache.http.port = %v is one of the ports from engine.httpPort = %v on, one for each rank, in the same pod: choose another" $v.cache.http.port $v.engine.httpPort) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.checkCache" -}}
+{{- $cache := .Values.cache -}}
+{{- $nvme := $cache.nvme -}}
+{{- $type := $nvme.volume.type -}}
+{{- if and $nvme.capacity (not $type) -}}
+{{- fail (printf "cache.nvme.capacity = %q has no volume to lie on: set cache.nvme.volume.type to claim, emptyDir or (daemonset) hostPath" $nvme.capacity) -}}
+{{- end -}}
+{{- if and $type (not $nvme.capacity) -}}
+{{- fail (printf "cache.nvme.volume.type = %q without cache.nvme.capacity: say how much may be stored there, such as 200GiB" $type) -}}
+{{- end -}}
+{{- if eq $type "hostPath" -}}
+{{- if ne .Values.shape "daemonset" -}}
+{{- fail (printf "cache.nvme.volume.type = \"hostPath\" with shape = %q: two engines of a node would share it; use claim with a class of local volumes, or emptyDir" .Values.shape) -}}
+{{- end -}}
+{{- if not $nvme.volume.hostPaths -}}
+{{- fail "cache.nvme.volume.type = \"hostPath\" needs cache.nvme.volume.hostPaths: name one directory per device, such as /mnt/nvme0/kvtier" -}}
+{{- end -}}
+{{- else if $nvme.volume.hostPaths -}}
+{{- fail (printf "cache.nvme.volume.hostPaths with cache.nvme.volume.type = %q: set it to hostPath, or leave the paths out" $type) -}}
+{{- end -}}
+{{- if and $nvme.capacity $nvme.volume.size -}}
+{{- $capacity := include "kvtier.mib" (dict "value" $nvme.capacity "name" "cache.nvme.capacity") | float64 -}}
+{{- $size := include "kvtier.mib" (dict "value" $nvme.volume.size "name" "cache.nvme.volume.size") | float64 -}}
+{{- if gt $capacity $size -}}
+{{- fail (printf "cache.nvme.capacity = %q is more than cache.nvme.volume.size = %q: lower the capacity, or leave the size out to have it computed" $nvme.capacity $nvme.volume.size) -}}
+{{- end -}}
+{{- end -}}
+{{- if $cache.memory -}}
+{{- $given := include "kvtier.cacheMemoryMib" . | float64 -}}
+{{- $needs := include "kvtier.cacheNeedsMib" . | float64 -}}
+{{- if gt $needs $given -}}
+{{- fail (printf "cache.hostCapacity = %q does not fit into cache.memory = %q: with the index it takes %.0f MiB; lower the capacity, or leave cache.memory out to have it computed" $cache.hostCapacity $cache.memory $needs) -}}
+{{- end -}}
+{{- end -}}
+{{- $value := include "kvtier.bytes" (dict "value" $cache.maxValue "name" "cache.maxValue") | float64 -}}
+{{- if gt $value (include "kvtier.bytes" (dict "value" $cache.hostCapacity "name" "cache.hostCapacity") | float64) -}}
+{{- fail (printf "cache.maxValue = %q is more than cache.hostCapacity = %q can hold: lower it, or raise the capacity" $cache.maxValue $cache.hostCapacity) -}}
+{{- end -}}
+{{- if and $cache.tcp.tlsSecretName (not $cache.tcp.enabled) -}}
+{{- fail (printf "cache.tcp.tlsSecretName = %q without cache.tcp.enabled = true: set it, or leave the name out" $cache.tcp.tlsSecretName) -}}
+{{- end -}}
+{{- end -}}
