@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvtier.config_mistakes import mistakes_of
 from kvtier.errors import ConfigError
 from kvtier.spec import GlobalScale
 
@@ -154,8 +155,6 @@ class TriAttentionConfig(_Block):
 
 
 CompressionConfig = Annotated[ColdPageConfig | TriAttentionConfig, Field(discriminator="algorithm")]
-_ALGORITHMS = ("quantization_for_cold_page", "triattention")
-
 
 EvictionPolicy = Literal["lru", "s3fifo"]
 Priority = Literal["low", "normal", "high"]
@@ -362,7 +361,7 @@ def parse_config(block: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(block))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("; ".join(m.text for m in mistakes_of(error, Config))) from None
 
 
 def parse_compression(block: Mapping[str, Any]) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
@@ -379,12 +378,12 @@ def parse_live(block: Mapping[str, Any]) -> CompressionOptions:
     try:
         return CompressionOptions.model_validate(dict(block))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("; ".join(m.text for m in mistakes_of(error, CompressionOptions))) from None
 
 
 def load_config(path: str | Path) -> Config:
     """Read and validate a YAML (or JSON) file."""
-    return parse_config(_read(path, "tiers"))
+    return parse_config(read_block(path, "tiers"))
 
 
 def load_compression(path: str | Path) -> tuple[ColdPageConfig | TriAttentionConfig, ...]:
@@ -394,10 +393,11 @@ def load_compression(path: str | Path) -> tuple[ColdPageConfig | TriAttentionCon
 
 def load_live(path: str | Path) -> CompressionOptions:
     """Read a YAML (or JSON) file of methods alone, or a whole one."""
-    return parse_live(_read(path, "kv_cache_compression_config"))
+    return parse_live(read_block(path, "kv_cache_compression_config"))
 
 
-def _read(path: str | Path, option: str) -> dict[str, Any]:
+def read_block(path: str | Path, option: str) -> dict[str, Any]:
+    """The mapping in a YAML (or JSON) file, which should hold `option`. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -413,42 +413,3 @@ def _read(path: str | Path, option: str) -> dict[str, Any]:
             f"config file {str(path)!r} must hold a mapping with the option {option!r}, got {type(block).__name__}"
         )
     return dict(block)
-
-
-_MESSAGES = {
-    "tuple_type": "must be a list",
-    "model_type": "must be a mapping of options",
-    "model_attributes_type": "must be a mapping of options",
-}
-"""Where pydantic would speak of Python's types to people who write YAML."""
-
-
-def _explain(error: Any) -> str:
-    where = ""
-    for part in error["loc"]:
-        if isinstance(part, int):
-            where += f"[{part}]"
-        elif part not in ("host", "nvme", "redis", *_ALGORITHMS) or not where.endswith("]"):
-            where += f".{part}" if where else str(part)
-    kind, value = error["type"], _without_passwords(error["input"])
-    if kind == "extra_forbidden":
-        return f"unknown option {where!r} (value {value!r}); remove it or check its spelling"
-    if kind == "missing":
-        return f"option {where!r} is missing; give it a value"
-    if kind == "union_tag_not_found":
-        return f"option {where!r} = {value!r}: {error['ctx']['discriminator']} is missing; it says what the rest means"
-    message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ")
-    if kind == "value_error" and not where:
-        return message
-    return f"option {where!r} = {value!r}: {message}"
-
-
-def _without_passwords(value: Any) -> Any:
-    """`value` for a message: passwords in URLs, which do not belong there, as ``***``."""
-    if isinstance(value, str):
-        return re.sub(r"(://[^:@/?#\s]*):.*@", r"\1:***@", value)
-    if isinstance(value, Mapping):
-        return {key: _without_passwords(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_passwords(inner) for inner in value]
-    return value

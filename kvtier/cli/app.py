@@ -10,7 +10,7 @@ from kvtier import __version__
 from kvtier.cli import (
     bench,
     calibrate,
-    config_show,
+    config_commands,
     demo,
     doctor,
     eval_cold_page,
@@ -53,7 +53,7 @@ app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.command()(replay.replay)
 app.command()(serve.serve)
-app.add_typer(config_show.app, name="config")
+app.add_typer(config_commands.app, name="config")
 app.command()(top.top)
 app.command()(explain.explain)
 app.command()(doctor.doctor)

@@ -36,7 +36,7 @@ def doctor(
     for finding in examine(config):
         findings.append(finding)
         if not as_json:
-            _print(finding)
+            print_finding(finding)
     failed = sum(finding.state is State.BAD for finding in findings)
     warned = sum(finding.state is State.WARNING for finding in findings)
     if as_json:
@@ -80,7 +80,8 @@ def _examine(config: Config) -> Iterator[Finding]:
     yield from check_engines()
 
 
-def _print(finding: Finding) -> None:
+def print_finding(finding: Finding) -> None:
+    """One line for people, coloured where that is seen."""
     from rich.console import Console
     from rich.text import Text
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 _WAY_OUT = re.compile(
-    r"[;:] (?=(?:apt-get|choose|end|give|install|leave|list|lower|make|name|pip|put|raise|remove|run|set|stop|use)\b)"
+    r"[;:] (?=(?:apt-get|choose|did you mean|end|give|install|leave|list|lower|make|name|pip|put|raise|remove|run|set"
+    r"|stop|use)\b)"
 )
 _ANOTHER_MISTAKE = re.compile(r"; (?:unknown )?option '")
 

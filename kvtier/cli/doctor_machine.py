@@ -28,7 +28,7 @@ def check_machine(config: Config) -> Iterator[Finding]:
 
 def _memory(host_bytes: int) -> Finding:
     what = "memory"
-    total, available = _memory_bytes()
+    total, available = memory_bytes()
     text = f"host tier {size(host_bytes)}; {size(available)} of {size(total)} available"
     if not total:
         return nothing(what, "this system does not say how much memory there is")
@@ -43,7 +43,7 @@ def _memory(host_bytes: int) -> Finding:
     return good(what, text)
 
 
-def _memory_bytes() -> tuple[int, int]:
+def memory_bytes() -> tuple[int, int]:
     """Of the machine, or of this container where that is less: total and available; zeros where unknown."""
     fields = {}
     for line in _read("/proc/meminfo").splitlines():

@@ -83,6 +83,20 @@ class HttpOptions:
             raise ConfigError(f"http port {self.port} + rank {rank} = {port}: choose a port from 0 to {65535 - rank}")
         return port
 
+    def check_exposure(self, has_token: bool) -> None:
+        """Raise ConfigError where other machines could read what is not meant for them."""
+        if _is_loopback(self.host):
+            return
+        if not self.allow_remote:
+            raise ConfigError(
+                f"http host {self.host!r} is reachable from other machines: use 127.0.0.1, or set allow_remote: true "
+                "and give a token"
+            )
+        if not has_token:
+            raise ConfigError(
+                f"http host {self.host!r} needs a token: set token_file, or the environment variable {TOKEN_VARIABLE}"
+            )
+
     def token(self) -> bytes | None:
         """The bearer token, or None. Raises ConfigError where the file cannot be used."""
         if self.token_file is None:
@@ -112,17 +126,7 @@ class HttpExporter:
         page: StatusPage | None = None,
     ) -> None:
         token = options.token()
-        if not _is_loopback(options.host):
-            if not options.allow_remote:
-                raise ConfigError(
-                    f"http host {options.host!r} is reachable from other machines: use 127.0.0.1, or set "
-                    "allow_remote: true and give a token"
-                )
-            if token is None:
-                raise ConfigError(
-                    f"http host {options.host!r} needs a token: set token_file, or the environment variable "
-                    f"{TOKEN_VARIABLE}"
-                )
+        options.check_exposure(token is not None)
         port = options.port_of(rank)
         names = frozenset(name.lower() for name in ("localhost", options.host, *options.names))
         state = _State(registry, token, names, _Readiness(ready), page)

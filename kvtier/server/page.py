@@ -123,13 +123,18 @@ def masked(config: Config) -> dict[str, Any]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: SECRET if k in _SECRETS and v else _url(v) if k == "url" else walk(v) for k, v in value.items()}
+            return {k: masked_value(k, walk(v)) for k, v in value.items()}
         if isinstance(value, list):
             return [walk(inner) for inner in value]
         return value
 
     shown = walk(config.model_dump(mode="json"))
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def masked_value(option: str, value: Any) -> Any:
+    """The value of one option, for people to read."""
+    return SECRET if option in _SECRETS and value else _url(value) if option == "url" else value
 
 
 def _url(url: Any) -> Any:

@@ -175,7 +175,7 @@ def test_a_device_that_gives_other_bytes_fails(tmp_path: Path, monkeypatch: pyte
 
 def test_limits_are_told_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"tiers": [{"type": "host", "capacity": "8GiB"}, nvme(tmp_path)]})
-    monkeypatch.setattr(doctor_machine, "_memory_bytes", lambda: (4 << 30, 2 << 30))
+    monkeypatch.setattr(doctor_machine, "memory_bytes", lambda: (4 << 30, 2 << 30))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     monkeypatch.setattr(Path, "exists", lambda self: True)  # an accelerator
     files = {
@@ -188,7 +188,7 @@ def test_limits_are_told_with_their_fix(tmp_path: Path, monkeypatch: pytest.Monk
     assert findings["memlock"].state is State.WARNING and "memlock=-1" in findings["memlock"].fix
     assert findings["open files"].state is State.WARNING and "ulimit -n 1280" in findings["open files"].fix
     assert findings["huge pages"].state is State.WARNING and "echo madvise" in findings["huge pages"].fix
-    monkeypatch.setattr(doctor_machine, "_memory_bytes", lambda: (16 << 30, 2 << 30))
+    monkeypatch.setattr(doctor_machine, "memory_bytes", lambda: (16 << 30, 2 << 30))
     assert next(iter(doctor_machine.check_machine(config))).state is State.WARNING
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 1, 1, 1, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)

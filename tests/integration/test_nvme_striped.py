@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.abc.tier import LENGTH_UNKNOWN, GetStatus, PutStatus, Removal
 from kvtier.build import open_store
-from kvtier.cli import serve
+from kvtier.cli import serve_options
 from kvtier.config import parse_config
 from kvtier.errors import ClosedError, ConfigError, TierPathError
 from kvtier.storage_backends.nvme.health import DeviceState
@@ -216,8 +216,8 @@ def test_a_store_over_two_directories(tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_several(tmp_path: Path) -> None:
-    assert serve._nvme(["/a:1GiB", "/b:1024MiB"]) == {"type": "nvme", "path": ["/a", "/b"], "capacity": 2 << 30}
-    assert serve._nvme(["C:/a:1GiB"]) == {"type": "nvme", "path": ["C:/a"], "capacity": 1 << 30}
+    assert serve_options._nvme(["/a:1GiB", "/b:1024MiB"]) == {"type": "nvme", "path": ["/a", "/b"], "capacity": 2 << 30}
+    assert serve_options._nvme(["C:/a:1GiB"]) == {"type": "nvme", "path": ["C:/a"], "capacity": 1 << 30}
 
 
 # ---- one device fails

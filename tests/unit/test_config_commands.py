@@ -1,0 +1,471 @@
+"""``kvtier config``: what is written is valid and sized, mistakes are told with place and way out, values with their
+origin, and differences with what becomes of stored pages."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.cli import config_checks, config_init, main
+from kvtier.cli.config_presets import Preset
+from kvtier.cli.config_sources import LMCACHE_ATTENTION, LMCACHE_OWN
+from kvtier.cli.config_text import size_text, time_text
+from kvtier.config import load_config, parse_bytes, parse_config, parse_seconds
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+Run = Callable[..., tuple[int, str, str]]
+VARIABLES = ("KVTIER_SERVER_PASSWORD", "KVTIER_HTTP_TOKEN", "KVTIER_REDIS_PASSWORD", "KVTIER_REDIS_SENTINEL_PASSWORD")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with 64 GiB of memory and nothing in the environment, wherever this runs."""
+    from kvtier.cli import doctor_machine
+
+    for module in (doctor_machine, config_checks):
+        monkeypatch.setattr(module, "memory_bytes", lambda: (64 * GIB, 60 * GIB))
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(["config", *arguments])
+        out, err = capsys.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    numbers = itertools.count()
+
+    def write(content: Any, mode: int = 0o600) -> str:
+        path = tmp_path / f"{next(numbers)}.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+HOST: dict[str, Any] = {"type": "host", "capacity": "4GiB"}
+NVME: dict[str, Any] = {"type": "nvme", "path": "/var/lib/kvtier", "capacity": "8GiB"}
+TWO: dict[str, Any] = {**NVME, "path": ["/b", "/a"]}
+REDIS: dict[str, Any] = {"type": "redis", "url": "redis://127.0.0.1:6379"}
+COLD: dict[str, Any] = {"algorithm": "quantization_for_cold_page"}
+
+
+def block(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"tiers": [HOST, *tiers], **options}
+
+
+# ---- init
+
+
+@pytest.mark.parametrize("preset", Preset)
+def test_every_preset_is_valid_and_has_the_given_sizes(preset: Preset, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    disk = tmp_path / "pages"
+    arguments = ("--preset", preset.value, "--memory", "6GiB", "--disk", "7GiB", "--path", str(disk))
+    code, out, _ = run("init", str(file), *arguments, "--socket", "/run/k/cache.sock")
+    assert code == 0 and "kvtier config validate" in out
+    config = load_config(file)
+    sizes = {tier.type: getattr(tier, "capacity", None) for tier in config.tiers}
+    assert sizes["host"] == 6 * GIB
+    assert sizes.get("nvme", 7 * GIB) == 7 * GIB
+    assert (config.server is not None) is (preset in (Preset.SIDECAR, Preset.NODE))
+    if preset is Preset.CLIENT:
+        assert "unix:///run/k/cache.sock" in file.read_text()
+    elif config.server is not None:
+        assert config.server.listen == ("unix:/run/k/cache.sock",)
+    code, out, _ = run("validate", str(file))
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("preset", Preset)
+def test_what_is_commented_out_can_be_switched_on(preset: Preset, run: Run, tmp_path: Path) -> None:
+    """Each option behind a # alone, where it stands: the comments of a file must not rot."""
+    code, text, _ = run("init", "-", "--preset", preset.value, "--memory", "1GiB", "--disk", "1GiB")
+    assert code == 0
+    lines = text.splitlines()
+    hidden = [
+        n for n, line in enumerate(lines) if re.match(r"\s*# [a-z_]+: \S", line) and not line.startswith("# Start")
+    ]
+    assert len(hidden) >= 4, text
+    for n in hidden:
+        if re.match(r"# (SGLang|Start|Every)", lines[n]):
+            continue
+        switched = [*lines[:n], lines[n].replace("# ", "", 1), *lines[n + 1 :]]
+        given = yaml.safe_load("\n".join(switched))
+        assert parse_config(given) is not None, lines[n]
+
+
+def test_a_file_is_not_overwritten_unless_it_is_asked_for(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("mine")
+    code, _, err = run("init", str(file), "--memory", "1GiB", "--disk", "1GiB")
+    assert code == 2 and "--force" in err and file.read_text() == "mine"
+    assert run("init", str(file), "--memory", "1GiB", "--disk", "1GiB", "--force")[0] == 0
+    assert load_config(file).tiers[0].type == "host"
+    assert "cannot be written" in run("init", str(tmp_path / "no" / "k.yaml"), "--memory", "1GiB", "--disk", "1GiB")[2]
+    code, _, err = run("init", "-", "--memory", "lots")
+    assert code == 2 and "--memory 'lots'" in err
+
+
+def test_without_sizes_the_machine_is_looked_at(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_init, "_most_of_disk", lambda path: 5 * GIB)
+    code, text, _ = run("init", "-")
+    assert code == 0
+    assert [t["capacity"] for t in yaml.safe_load(text)["tiers"]] == ["32GiB", "5GiB"]
+
+
+# ---- validate
+
+
+def test_a_good_file_and_its_exit_status(run: Run, write: Callable[..., str]) -> None:
+    code, out, _ = run("validate", write(block(NVME)), write({"kv_cache_compression_config": []}))
+    assert code == 0
+    assert "tiers host, nvme" in out and "methods for live caches" in out and "0 mistakes, 0 warnings" in out
+
+
+def test_each_mistake_has_its_line_option_value_and_way_out(run: Run, write: Callable[..., str]) -> None:
+    text = "tiers:\n  - {type: host, capacity: 4GiB}\n  - type: nvme\n    path: /d\n    capasity: 1GiB\nworkrs: 2\n"
+    file = write(text)
+    code, out, _ = run("validate", file)
+    assert code == 1
+    assert f"FAIL {file}:5: unknown option 'tiers[1].capasity' (value '1GiB') -> did you mean 'capacity'?" in out
+    assert f"FAIL {file}:3: option 'tiers[1].capacity' is missing -> give it a value" in out
+    assert f"FAIL {file}:6: unknown option 'workrs' (value 2) -> did you mean 'workers'?" in out
+    code, out, _ = run("validate", file, "--json")
+    told = json.loads(out)
+    assert code == 1 and not told["ok"]
+    assert {"file": file, "line": 6, "option": "workrs", "value": 2} == {
+        name: told["findings"][-1][name] for name in ("file", "line", "option", "value")
+    }
+    assert all(finding["fix"] for finding in told["findings"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (block({**REDIS, "url": "redis://me:hunter2@cache:1"}), ["holds a password", "password_file"]),
+        (block({**REDIS, "tls_ca": "/ca.pem"}), ["does not use TLS", "rediss://"]),
+        (block({**REDIS, "url": "rediss://c:1", "tls_cert": "/c.pem"}), ["belong together", "give both or neither"]),
+        (block({**REDIS, "mode": "sentinel"}), ["service"]),
+        (block(server={"listen": ["tcp:0.0.0.0:1"]}), ["nobody needs a password", "KVTIER_SERVER_PASSWORD"]),
+        (block(server={"listen": ["tls:127.0.0.1:1"]}), ["needs a certificate", "tls_cert"]),
+        (block(server={"listen": ["http:x"]}), ["must be unix:PATH"]),
+        (block(server={}), ["at least one place"]),
+        (block(http={"host": "0.0.0.0"}), ["allow_remote"]),
+        (block(http={"host": "0.0.0.0", "allow_remote": True}), ["needs a token"]),
+        (block({"type": "nvme", "dir": "/x", "capacity": "1GiB"}), ["'tiers[1].dir'", "did you mean 'path'"]),
+        (block(password="hunter2"), ["unknown option 'password' (value '***')"]),
+        (block(saltt="hunter2"), ["'***'", "did you mean 'salt'"]),
+        (block(salt=["hunter2"]), ["option 'salt' = '***'"]),
+        (block({**NVME, "capacity": "64Gi"}), ["'64Gi'", "64GiB or 400GB"]),
+        ({"kv_cache_compression_config": [{**COLD, "quant": "fp4"}], "tiers": [HOST]}, ["'fp4'", "nvfp4"]),
+    ],
+)
+def test_what_a_process_would_refuse_is_refused_here(
+    options: dict[str, Any], words: list[str], run: Run, write: Callable[..., str]
+) -> None:
+    code, out, _ = run("validate", write(options))
+    assert code == 1 and "FAIL" in out
+    for word in words:
+        assert word in out
+    assert "hunter2" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tiers": [{"type": "host", "capacity": "100GiB"}]}, ["100GiB", "64.0 GiB"]),
+        ({"tiers": [{"type": "host", "capacity": "60GiB"}]}, ["less than a tenth"]),
+        (block({**NVME, "capacity": 64}), ["has no unit", "64 bytes", "64GiB"]),
+        (block({**NVME, "capacity": "4096000000000"}), ["has no unit"]),
+        (block({**NVME, "capacity": "1000TiB"}), ["than the file system of", "mount the disk"]),
+        (block({**NVME, "capacity": "2GiB"}), ["holds the same pages", "write: back"]),
+        (block({**NVME, "path": "/tmp/pages"}), ["cleared by many systems"]),
+        (block({**NVME, "path": "pages"}), ["is relative", "absolute path"]),
+        (
+            block({**REDIS, "url": "redis://cache:1", "password_file": "/nowhere"}),
+            ["in the clear", "cannot be read here"],
+        ),
+        (block({**REDIS, "url": "rediss://cache:1"}), ["no password is set"]),
+        (block({**REDIS, "prefix": "mine:"}), ["names no version", "mine:1:"]),
+        (block({**REDIS, "url": "rediss://127.0.0.1", "tls_check_hostname": False}), ["any certificate"]),
+        (block(server={"listen": ["unix:/s"], "max_value": "5GiB"}), ["refused all the same"]),
+        (block(workers=64), ["cores"]),
+        ("tiers: []\ntiers: [{type: host, capacity: 1GiB}]\n", ["given twice", "the last one counts"]),
+    ],
+)
+def test_plausible_mistakes_are_warnings(
+    options: Any, words: list[str], run: Run, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    file = write(options)
+    code, out, _ = run("validate", file)
+    assert code == 0 and "warn" in out, out
+    for word in words:
+        assert word in out
+    assert run("validate", "--strict", file)[0] == 1
+
+
+def test_secrets_that_others_can_read_are_told(run: Run, write: Callable[..., str], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2\n")
+    secret.chmod(0o644)
+    server = {"listen": ["tcp:0.0.0.0:1"], "password_file": str(secret)}
+    file = write(block(salt="s3cret", server=server), 0o644)
+    code, out, _ = run("validate", file)
+    assert code == 0
+    assert f"chmod 600 {file}" in out and f"chmod 600 {secret}" in out and "in the clear" in out
+    assert "s3cret" not in out and "hunter2" not in out
+    secret.chmod(0o600)
+    Path(file).chmod(0o600)
+    assert "chmod" not in run("validate", file)[1]
+    secret.write_text("\n")
+    assert "is empty" in run("validate", file)[1]
+
+
+def test_files_that_are_no_configuration(run: Run, write: Callable[..., str], tmp_path: Path) -> None:
+    for content, word in (("tiers: [", "is not YAML"), ("7", "must hold a mapping"), ("[1]", "without any block")):
+        code, out, _ = run("validate", write(content))
+        assert code == 1 and word in out
+    assert "cannot be read" in run("validate", str(tmp_path / "nothing"))[1]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in run("validate", str(tmp_path / "binary"))[1]
+
+
+ADAPTER = {"type": "plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KvtierL2Adapter"}
+REMOTE = "remote_storage_plugin.kvtier."
+
+
+@pytest.mark.parametrize(
+    ("document", "line", "words"),
+    [
+        ({**ADAPTER, "adapter_params": {"attention": "vllm"}}, "", []),
+        ([{**ADAPTER, "adapter_params": {"tiers": [HOST], "workerz": 1}}], "workerz", ["did you mean 'workers'"]),
+        ({**ADAPTER, "adapter_params": {"attention": "vlm"}}, "attention", ["'vlm'", "vllm, sglang"]),
+        ({**ADAPTER, "adapter_params": {"rope_dim": 7}}, "rope_dim", ["multiple of 16"]),
+        ({**ADAPTER, "adapter_params": {"config": "/x.yaml", "salt": "x"}}, "config", ["write them into the file"]),
+        ({"type": "fs", "serde": {"type": "kvtier_nvfp4", "tears": 1}}, "tears", ["did you mean 'tiers'"]),
+        (
+            {"extra_config": {f"{REMOTE}module_path": "kvtier.connectors.lmcache.remote", f"{REMOTE}workers": 0}},
+            "extra_config",
+            ["greater than or equal to 1"],
+        ),
+        ({"kv_connector": "kvtier", "kv-connector-config": {"tiers": [HOST], "lase": "1s"}}, "lase", ["'lease'"]),
+        (
+            {
+                "unified_cache_external_linker_config": {
+                    "linker_module_path": "kvtier.connectors.sglang.linker",
+                    "linker_extra_config": {"config": {"tiers": [NVME]}},
+                }
+            },
+            "tiers",
+            ["first tier must be of type host"],
+        ),
+    ],
+)
+def test_blocks_inside_the_engines_own_options(
+    document: Any, line: str, words: list[str], run: Run, write: Callable[..., str]
+) -> None:
+    text = json.dumps(document, indent=1)
+    file = write(text)
+    code, out, _ = run("validate", file)
+    assert code == bool(line), out
+    for word in words:
+        assert word in out
+    if line and line != "tiers":
+        number = next(n for n, row in enumerate(text.splitlines(), 1) if f'"{line}"' in row)
+        assert f"{file}:{number}:" in out
+
+
+def test_lmcaches_own_options_are_the_ones_known_here() -> None:
+    """The connector cannot be imported without LMCache, so its source is read."""
+    tree = ast.parse((ROOT / "connectors" / "lmcache" / "options.py").read_text())
+    (own,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "_OWN")
+    assert ast.literal_eval(own) == LMCACHE_OWN
+    source = ast.parse((ROOT / "connectors" / "lmcache" / "chunks.py").read_text())
+    (attention,) = (n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "Attention")
+    values = [ast.literal_eval(n.value) for n in attention.body if isinstance(n, ast.Assign)]
+    assert values == list(LMCACHE_ATTENTION)
+
+
+# ---- show
+
+
+def test_what_is_shown_reads_as_the_same_and_says_where_it_is_from(run: Run, write: Callable[..., str]) -> None:
+    users = [{"name": "a", "password_file": "/run/a", "prefixes": ["a:"], "quota": "5GB"}]
+    given = block(
+        {**NVME, "path": ["/a", "/b"], "ttl": "36h"},
+        {**REDIS, "ttl": "90s"},
+        promote_deadline="250ms",
+        server={"listen": ["unix:/s"], "users": users},
+        http={"port": 9404, "names": ["kvtier.example"]},
+        kv_cache_compression_config=[{**COLD, "quant": "nvfp4", "rope_quant": "fp8"}],
+    )
+    file = write(given)
+    code, text, _ = run("show", file)
+    assert code == 0
+    assert parse_config(yaml.safe_load(text)) == parse_config(given)
+    rows = {line.split("#")[0].strip(" -"): line.rpartition("# ")[2] for line in text.splitlines() if "#" in line}
+    assert rows["quant: nvfp4"] == "file" and rows["global_scale: page"] == "default"
+    assert rows["ttl: 36h"] == "file" and rows["quota: 5GB"] == "file" and rows["promote_deadline: 250ms"] == "file"
+    assert rows["lease: 30s"] == "default" and rows["host: 127.0.0.1"] == "default" and rows["port: 9404"] == "file"
+    told = json.loads(run("show", file, "--json")[1])
+    assert told["options"]["tiers[1].ttl"] == {"value": "36h", "origin": "file"}
+    assert told["options"]["tiers[1].io_threads"] == {"value": 8, "origin": "default"}
+
+
+def test_a_part_that_is_not_given_is_all_default(run: Run, write: Callable[..., str]) -> None:
+    told = json.loads(run("show", write(block()), "--json")[1])
+    assert {row["origin"] for name, row in told["options"].items() if name.startswith("kv_cache")} == {"default"}
+    assert told["options"]["tiers[0].capacity"]["origin"] == "file"
+
+
+def test_options_of_serve_are_an_origin(run: Run) -> None:
+    code, text, _ = run(
+        "show", "--host-capacity", "4GiB", "--nvme", "/d:1GiB", "--listen", "unix:/s", "--http", "127.0.0.1:1"
+    )
+    assert code == 0
+    assert re.search(r"capacity: 4GiB +# option", text) and re.search(r"listen: \['unix:/s'\] +# option", text)
+    assert re.search(r"port: 1 +# option", text) and re.search(r"max_connections: 256 +# default", text)
+    assert "nothing to show" in run("show")[2]
+    assert "either a file" in run("show", "x.yaml", "--http", "127.0.0.1:1")[2]
+
+
+def test_secrets_of_the_environment_are_named_and_masked(
+    run: Run, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "hunter2")
+    file = write(block({**REDIS, "password_file": "/run/redis"}, salt="hunter2", http={"port": 1}))
+    text = run("show", file)[1]
+    assert "hunter2" not in text and re.search(r"salt: '\*\*\*' +# file", text)
+    assert "# KVTIER_HTTP_TOKEN = ***, from the environment: the http block's secret" in text
+    assert "# KVTIER_SERVER_PASSWORD = ***, from the environment: not used, there is no server block" in text
+    assert "# KVTIER_REDIS_PASSWORD = ***, from the environment: not used, redis has password_file" in text
+    told = json.loads(run("show", file, "--json")[1])
+    assert [name for name, what in told["environment"].items() if what["used"]] == [VARIABLES[1], VARIABLES[3]]
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 1024, 4097, 10**6, 10**9, 1 << 40, 3 << 30, 1536 << 20, 400 * 10**9])
+def test_sizes_are_written_exactly(nbytes: int) -> None:
+    assert parse_bytes(size_text(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.25, 0.0005, 1.0, 1.5, 90.0, 3600.0, 86400.0, 129600.0])
+def test_times_are_written_exactly(seconds: float) -> None:
+    assert parse_seconds(time_text(seconds)) == seconds
+
+
+# ---- diff
+
+
+def changes(told: dict[str, Any]) -> dict[str, list[str]]:
+    return {one["option"]: one["effects"] for one in told["differences"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "namespace"),
+    [
+        (block(), block(promote_deadline=2, lease="30s", kv_cache_compression_config=[COLD]), {}, False),
+        (block(), {"tiers": [{**HOST, "capacity": 4 << 30}]}, {}, False),
+        (block(NVME), block({**NVME, "path": ["/var/lib/kvtier"], "capacity": "8192MiB"}), {}, False),
+        (block(NVME, REDIS), block(REDIS, NVME), {}, False),
+        (block(), block(salt="x"), {"salt": ["namespace", "restart"]}, True),
+        (block(), block(lease="31s"), {"lease": ["restart"]}, False),
+        (block(), {"tiers": [{**HOST, "capacity": "3GiB"}]}, {"tiers[host].capacity": ["shrink", "restart"]}, False),
+        (block(), {"tiers": [{**HOST, "capacity": "5GiB"}]}, {"tiers[host].capacity": ["restart"]}, False),
+        (
+            block(),
+            block(kv_cache_compression_config=[{**COLD, "quant": "k8v4"}]),
+            {"quantization_for_cold_page.quant": ["namespace", "restart"]},
+            True,
+        ),
+        (
+            block(),
+            block(kv_cache_compression_config=[{**COLD, "max_relative_error": 0.1}]),
+            {"quantization_for_cold_page.max_relative_error": ["restart"]},
+            False,
+        ),
+        (
+            block(kv_cache_compression_config=[{**COLD, "quant": "nvfp4"}]),
+            block(kv_cache_compression_config=[{**COLD, "quant": "nvfp4", "global_scale": "identity"}]),
+            {"quantization_for_cold_page.global_scale": ["namespace", "restart"]},
+            True,
+        ),
+        (
+            block(),
+            block(kv_cache_compression_config=[]),
+            {"quantization_for_cold_page": ["namespace", "restart"]},
+            True,
+        ),
+        (block(), block(record="/r.jsonl"), {"record": ["restart"]}, False),
+        (block(REDIS), block({**REDIS, "prefix": "m:1:"}), {"tiers[redis].prefix": ["place", "restart"]}, False),
+        (block(REDIS), block({**REDIS, "timeout": "2s"}), {"tiers[redis].timeout": ["restart"]}, False),
+        (block(NVME), block(), {"tiers[nvme]": ["place", "restart"]}, False),
+        (block(), block(NVME), {"tiers[nvme]": ["restart"]}, False),
+        (block(TWO), block({**TWO, "path": "/a"}), {"tiers[nvme].path": ["place", "restart"]}, False),
+        (block({**TWO, "path": "/a"}), block(TWO), {"tiers[nvme].path": ["restart"]}, False),
+        (block(), block(http={"port": 1}), {"http": ["restart"]}, False),
+        (
+            block(server={"listen": ["unix:/a"]}),
+            block(server={"listen": ["unix:/b"]}, salt="x"),
+            {"server.listen": ["restart"], "salt": ["restart"]},
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_differences_and_what_they_mean(
+    before: Any, after: Any, expected: dict[str, list[str]], namespace: bool, run: Run, write: Callable[..., str]
+) -> None:
+    a, b = write(before), write(after)
+    code, out, _ = run("diff", a, b, "--json")
+    told = json.loads(out)
+    assert changes(told) == expected
+    assert (told["same"], told["namespace_changes"], code) == (not expected, namespace, bool(expected))
+    code, text, _ = run("diff", a, b)
+    assert code == bool(expected)
+    assert ("NOT found" in text) is namespace
+    assert ("no difference in effect" in text) is not bool(expected)
+    assert run("diff", a, a)[0] == 0
+
+
+def test_the_policies_behind_a_difference_are_the_real_ones() -> None:
+    """Each option of the cold page, changed alone: it changes the namespace exactly if the codec's policy changes."""
+    from kvtier.cli.config_diff import Effect, _policies, differences
+
+    base = parse_config(block(kv_cache_compression_config=[{**COLD, "quant": "nvfp4"}]))
+    for change in (
+        {"quant": "2fp4"}, {"quant": "auto"}, {"quant": "none"}, {"quant": "lossless"}, {"global_scale": "identity"},
+        {"rope_quant": "fp8"}, {"skip_rope_quantization": True}, {"max_relative_error": 0.1}, {"quality_sample": 0.1},
+    ):  # fmt: skip
+        other = parse_config(block(kv_cache_compression_config=[{**COLD, "quant": "nvfp4", **change}]))
+        lost = any(Effect.NAMESPACE in one.effects for one in differences(base, other))
+        assert lost is (_policies(base) != _policies(other)), change
+
+
+def test_secrets_are_not_shown_and_mistakes_are_told(run: Run, write: Callable[..., str]) -> None:
+    a, b = write(block(salt="hunter2")), write(block(salt="hunter3"))
+    code, text, _ = run("diff", a, b)
+    assert code == 1 and "hunter" not in text and "salt: *** -> ***" in text
+    code, _, err = run("diff", a, write(block(lase=1)))
+    assert code == 2 and "did you mean 'lease'" in err
+    two = json.dumps([{**ADAPTER, "adapter_params": {}}] * 2)
+    assert "holds 2 blocks" in run("diff", a, write(two))[2]
