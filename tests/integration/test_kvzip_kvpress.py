@@ -65,7 +65,7 @@ class Case:
         suffix = "\n" if template is None else template.rpartition("}}")[2]
         return RepeatPrompts(ids(FIRST_PROMPT), ids(LATER_PROMPT), ids(suffix))
 
-    def computed(self) -> torch.Tensor:
+    def computed(self, prefix_tokens: int = 4) -> torch.Tensor:
         model = self.model()
         return score_dense(
             family_of(model),
@@ -73,7 +73,7 @@ class Case:
             self.token_ids,
             self.prompts(),
             system_tokens=self.system_tokens,
-            options=KVzipOptions(chunk_tokens=self.facts["chunk_tokens"], prefix_tokens=4),
+            options=KVzipOptions(chunk_tokens=self.facts["chunk_tokens"], prefix_tokens=prefix_tokens),
         )
 
 
@@ -98,7 +98,12 @@ def test_the_same_scores_come_out(name: str) -> None:
     case = Case(name)
     scores = case.computed()
     torch.testing.assert_close(scores, case.scores, rtol=0, atol=2e-6)
-    assert case.scores[..., case.system_tokens :].std() > 0.05
+
+
+def test_a_softmax_over_other_tokens_is_noticed() -> None:
+    case = Case("llama_system")
+    assert (case.computed(prefix_tokens=0) - case.scores).abs().max() > 1e-3
+    assert (case.computed(prefix_tokens=8) - case.scores).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "system" not in name and "chat" not in name])
