@@ -51,6 +51,11 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
+{{/* Whether clients need a password: where others can connect, and where there are users, of which one is then the engine. */}}
+{{- define "kvtier.cachePassword" -}}
+{{- if and (include "kvtier.hasCache" .) (or .Values.cache.tcp.enabled .Values.cache.users) }}true{{ end -}}
+{{- end -}}
+
 {{/* How many volumes the NVMe tier has. */}}
 {{- define "kvtier.nvmeVolumes" -}}
 {{- $nvme := .Values.cache.nvme -}}
@@ -79,7 +84,7 @@ volumeMounts:
     defaultMode: 0440
     items:
       - {key: {{ .Values.secret.httpToken }}, path: http-token}
-      {{- if $cache.tcp.enabled }}
+      {{- if include "kvtier.cachePassword" . }}
       - {key: {{ .Values.secret.password }}, path: password}
       {{- end }}
       {{- range $cache.users }}
@@ -152,7 +157,7 @@ server:
     {{- if $cache.tcp.enabled }}
     - {{ ternary "tls" "tcp" (ne $cache.tcp.tlsSecretName "") }}:{{ ternary "[::]" "0.0.0.0" .Values.ipv6 }}:{{ $cache.tcp.port }}
     {{- end }}
-  {{- if $cache.tcp.enabled }}
+  {{- if include "kvtier.cachePassword" . }}
   password_file: /run/secrets/kvtier/password
   {{- end }}
   {{- if $cache.tcp.tlsSecretName }}

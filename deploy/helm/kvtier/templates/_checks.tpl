@@ -4,6 +4,23 @@
 {{- if include "kvtier.hasCache" . -}}
 {{- include "kvtier.checkCache" . -}}
 {{- end -}}
+{{- range $where, $image := dict "cache.image" $v.cache.image "engine.image" $v.engine.image -}}
+{{- if eq $image.tag "latest" -}}
+{{- fail (printf "%s.tag = \"latest\" names another image tomorrow: give a version, or a digest" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $env := dict "cache.env" $v.cache.env "engine.env" $v.engine.env -}}
+{{- range $env -}}
+{{- if and (regexMatch "(?i)(passw|secret|token|api_?key|credential)" .name) (hasKey . "value") -}}
+{{- fail (printf "%s: %s holds a secret as text, which everybody sees who may list pods: use valueFrom with a secretKeyRef" $where .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range concat $v.engine.command $v.engine.args -}}
+{{- if regexMatch "(?i)(^|[[:space:]])--?([a-z0-9]+[-_])*(api[-_]?key|password|token|secret)([=[:space:]]|$)" . -}}
+{{- fail (printf "engine.args holds %q: arguments are seen by everybody on the node; use engine.env with a secretKeyRef, or a file" (regexFind "--?[A-Za-z0-9_-]+" .)) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (not $v.engine.enabled) (ne $v.shape "daemonset") -}}
 {{- fail (printf "engine.enabled = false with shape = %q leaves nothing to deploy: set shape to daemonset, or engine.enabled to true" $v.shape) -}}
 {{- end -}}

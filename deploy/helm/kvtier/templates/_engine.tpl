@@ -25,7 +25,7 @@ tiers:
     {{- end }}
     {{- else }}
     url: unix:///run/kvtier/cache.sock
-    {{- if .Values.cache.tcp.enabled }}
+    {{- if include "kvtier.cachePassword" . }}
     password_file: /run/secrets/kvtier/password
     {{- end }}
     {{- end }}
@@ -128,7 +128,7 @@ volumeMounts:
     defaultMode: 0440
     items:
       - {key: {{ .Values.secret.httpToken }}, path: http-token}
-      {{- if and (include "kvtier.hasCache" .) .Values.cache.tcp.enabled }}
+      {{- if include "kvtier.cachePassword" . }}
       - {key: {{ .Values.secret.password }}, path: password}
       {{- end }}
       {{- if and (eq .Values.shape "redis") .Values.redis.auth }}
