@@ -146,7 +146,7 @@ class CompactPrefix:
 
     def to_bytes(self) -> bytes:
         entries = self.manifest.tensors()
-        data = {name: _bytes(tensor) for name, tensor in self.tensors().items()}
+        data = {name: bytes_of(tensor) for name, tensor in self.tensors().items()}
         checksum = checksum_of(self.manifest.encoded(), ((n, entries[n], raw) for n, raw in data.items()))
         return b"".join([header_of(self.manifest, checksum), *data.values()])
 
@@ -192,7 +192,11 @@ class CompactPrefix:
         found = checksum_of(manifest.encoded(), ((name, entries[name], view) for name, view in views.items()))
         if found != described.checksum:
             raise ArtefactError("its bytes do not match its checksum: the file is damaged; compact the context again")
-        tensors = {name: _tensor(views[name], entries[name]) for name in entries}
+        return CompactPrefix.assemble(manifest, {name: tensor_of(views[name], entries[name]) for name in entries})
+
+    @staticmethod
+    def assemble(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> CompactPrefix:
+        """From every tensor that the manifest names. Raises ArtefactError where positions or biases are none."""
         prefix = CompactPrefix(manifest, tuple(_layer(n, la, tensors) for n, la in enumerate(manifest.layers)))
         try:
             Compaction(manifest.recipe, manifest.tokens, tuple(layer.selection for layer in prefix.layers)).check()
@@ -232,10 +236,10 @@ def _layer(n: int, described: LayerManifest, tensors: Mapping[str, torch.Tensor]
     return CompactLayer(kept, rows, bias, described.fitted)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1)).cast("B")
 
 
-def _tensor(view: memoryview, entry: TensorEntry) -> torch.Tensor:
+def tensor_of(view: memoryview, entry: TensorEntry) -> torch.Tensor:
     flat: torch.Tensor = torch.frombuffer(bytearray(view), dtype=_TORCH[entry.dtype])
     return flat.reshape(entry.shape)

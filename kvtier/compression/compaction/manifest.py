@@ -182,11 +182,11 @@ class Described:
     data_offset: int
 
 
-def read_header(head: bytes, total_bytes: int) -> Described:
-    """Parse the beginning of a file of `total_bytes` bytes; `head` holds at least `header_bytes(head)` of them. Raises
-    ArtefactError for whatever is not exactly such a file."""
+def read_header(head: bytes, total_bytes: int | None) -> Described:
+    """Parse the beginning of a file of `total_bytes` bytes (None: its tensors are elsewhere); `head` holds at least
+    `header_bytes(head)` of them. Raises ArtefactError for whatever is not exactly such a file."""
     end = header_bytes(head)
-    if end > min(total_bytes, len(head)):
+    if end > len(head) or (total_bytes is not None and end > total_bytes):
         raise ArtefactError(f"the header says {end - 8} bytes, the file has {total_bytes}: it was cut off")
     header = _object(_json(head[8:end], "header"), "header")
     metadata = _object(header.pop("__metadata__", None), "__metadata__")
@@ -205,7 +205,7 @@ def read_header(head: bytes, total_bytes: int) -> Described:
         if header[name] != claimed:
             raise ArtefactError(f"tensor {name!r} is not as the manifest says: the file is damaged")
         at += entry.nbytes
-    if end + at != total_bytes:
+    if total_bytes is not None and end + at != total_bytes:
         raise ArtefactError(
             f"the manifest's tensors take {at} bytes, the file has {total_bytes - end} for them: it was cut off, or "
             "its manifest is wrong"
