@@ -1,11 +1,11 @@
 """What the ranks of an engine answer for the requests that wait: the same on each, whatever one of them has lost.
 
 SGLang takes the smallest of the ranks' answers for every single lookup, but not the decision to hold a request, nor
-what a rank does between a lookup and the load; and the stages of a pipeline are not asked at all. So requests are settled
-once per scheduling step, in the order of the queue. A request is open from its first lookup until every rank has what it
-can get, or the deadline of one has passed; then the ranks freeze what they have, take what all of them have in common,
-and keep to it, pinned, until the request starts or asks for other pages. Nothing here depends on a clock or an error of
-one rank alone: what fails on a rank is an answer of nothing.
+what a rank does between a lookup and the load; and the stages of a pipeline are not asked at all. So requests are
+settled once per scheduling step, in the order of the queue. A request is open from its first lookup until every rank
+has what it can get, or the deadline of one has passed; then the ranks freeze what they have, take what all of them have
+in common, and keep to it, pinned, until the request starts or asks for other pages. Nothing here depends on a clock or
+an error of one rank alone: what fails on a rank is an answer of nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.sglang.hooks import WEIGHT_UPDATES, Expected, Hook
+from kvtier.connectors.sglang.hooks import WEIGHT_UPDATES, Expected, Hook, changes_weights
 
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.hicache import KVTierStorage
@@ -112,5 +112,5 @@ def batch_done(_: None, scheduler: Any, batch: Any, result: Any) -> None:
 def weights_change(updater: Any, recv_req: Any) -> None:
     """Before an update of the weights in place: what was stored until now must not be found again."""
     storage = storage_of(getattr(updater.scheduler, "tree_cache", None))
-    if storage is not None:
+    if storage is not None and changes_weights(recv_req):
         storage.weights_changed()

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from kvtier.connectors.sglang.hooks import changes_weights
+
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.linker import KVTierLinker
 
@@ -47,8 +49,8 @@ def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | Non
 
 
 def next_batch(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-    """Before ``Scheduler.get_next_batch_to_run``: what the stages of a pipeline have to know of each other before any of
-    them acts on it."""
+    """Before ``Scheduler.get_next_batch_to_run``: what the stages of a pipeline have to know of each other before any
+    of them acts on it."""
     linker = linker_of(scheduler.tree_cache)
     failed = linker.settle_stages() if linker is not None else ()
     if not failed:
@@ -158,8 +160,15 @@ def batch_done(_: None, scheduler: Any, batch: Any, result: Any) -> None:
 def weights_change(updater: Any, recv_req: Any) -> None:
     """Before an update of the weights in place: what was stored until now must not be found again."""
     linker = linker_of(getattr(updater.scheduler, "tree_cache", None))
-    if linker is not None:
+    if linker is not None and changes_weights(recv_req):
         linker.weights_changed()
+
+
+def memory_released(updater: Any, recv_req: Any) -> None:
+    """Before an idle engine gives memory back: what is still being copied out of its pages ends first."""
+    linker = linker_of(getattr(updater.scheduler, "tree_cache", None))
+    if linker is not None:
+        linker.end_copies()
 
 
 def _merged(before: list[Any], held: set[int], after: list[Any]) -> list[Any]:

@@ -22,8 +22,9 @@ SUPPORTED = ("0.5.23",)
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _ENGINE = "sglang.srt.entrypoints.engine"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WEIGHT_UPDATES = tuple(
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager." + name
+    f"{_UPDATER}.{name}"
     for name in (
         "update_weights_from_disk",
         "update_weights_from_distributed",
@@ -31,9 +32,22 @@ WEIGHT_UPDATES = tuple(
         "update_weights_from_ipc",
         "begin_weight_update",
         "end_weight_update",
+        "check_weights",
+        "resume_memory_occupation",
     )
 )
-"""Every way in which an engine's weights change in place."""
+"""Every way in which an engine's weights may change in place. Adapters that are loaded later have ids of their own."""
+
+
+def changes_weights(request: Any) -> bool:
+    """Whether a call of one of `WEIGHT_UPDATES` with this request does: a check does where it overwrites them, and
+    memory that is taken back may hold anything where they lay in it."""
+    kind = type(request).__name__
+    if kind == "CheckWeightsReqInput":
+        return bool(request.action == "reset_tensors")
+    if kind == "ResumeMemoryOccupationReqInput":
+        return not request.tags or "weights" in request.tags
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +137,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             hold.request_aborted,
         ),
         Hook(scheduler + "process_batch_result", "AFTER", ("self", "batch", "result"), hold.batch_done),
+        Hook(f"{_UPDATER}.release_memory_occupation", "BEFORE", ("self", "recv_req"), hold.memory_released),
         *(Hook(target, "BEFORE", ("self", "recv_req"), hold.weights_change) for target in WEIGHT_UPDATES),
     )
 

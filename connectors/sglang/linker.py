@@ -74,6 +74,7 @@ class _Load:
 class _Batch:
     request_ids: tuple[str, ...]
     tickets: tuple[Ticket[OnboardResult], ...]
+    started: bool
 
 
 def _timed(
@@ -322,6 +323,7 @@ class KVTierLinker(UnifiedCacheLinker):
             self.layer_done_counter, index, self._movers.writes_by_layer(parts, self._pools.counted_layers)
         )
         tickets: list[Ticket[OnboardResult]] = []
+        started = False
         try:
             events = self.record_offload_ready()
             if not all(load.parts for load in queued.values()):
@@ -330,10 +332,11 @@ class KVTierLinker(UnifiedCacheLinker):
             tickets.extend(self._movers.onboard(part, events, batch.layer_done) for part in parts)
             if not self._watchers.submit(lambda: batch.watch(tickets)):
                 raise EngineError("kvtier was closed")
+            started = True
         except Exception as error:  # noqa: BLE001 - the forward must not wait for ever
             self.count_error("load")
             batch.fail(error)
-        self._batches[index] = _Batch(tuple(queued), tuple(tickets))
+        self._batches[index] = _Batch(tuple(queued), tuple(tickets), started)
         return index
 
     @_timed("load", bool)
@@ -343,7 +346,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if batch is None:
             return False  # asked only for batches that had loads: this one could not even be started
         try:
-            ok: bool = self.layer_done_counter.finish(counter_index)
+            ok: bool = self.layer_done_counter.finish(counter_index) and batch.started
             ok &= all(result.ok for result in [ticket.result() for ticket in batch.tickets])
         except Exception:  # noqa: BLE001 - the stages of a pipeline wait for the verdict
             self.count_error("load")
@@ -506,6 +509,11 @@ class KVTierLinker(UnifiedCacheLinker):
         self._quiesce()
         self._new_generation()
         self._weights = _Weights.CHANGED
+
+    @_timed("reset", lambda: None)
+    def end_copies(self) -> None:
+        """The engine is about to give the memory of its pages back, with no request running."""
+        self._quiesce()
 
     def _new_generation(self) -> None:
         self._movers.close()

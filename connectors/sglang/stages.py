@@ -1,5 +1,5 @@
-"""What the stages of a pipeline decide alike, where SGLang's cache asks the ranks of one stage only: which offloads have
-ended, since their nodes stay locked until then, and which loads have failed, since their requests end."""
+"""What the stages of a pipeline decide alike, where SGLang's cache asks the ranks of one stage only: which offloads
+have ended, since their nodes stay locked until then, and which loads have failed, since their requests end."""
 
 from __future__ import annotations
 
