@@ -163,7 +163,8 @@ def _cholesky(matrix: torch.Tensor, eye: torch.Tensor) -> torch.Tensor:
 
 def _gap(gradient: torch.Tensor, w: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
     """How far half the squared residual may be above its minimum over the box, at most (Frank-Wolfe)."""
-    return (gradient.clamp(min=0) * (w - lower) + (-gradient).clamp(min=0) * (upper - w)).sum(1)
+    gap: torch.Tensor = gradient.clamp(min=0) * (w - lower) + (-gradient).clamp(min=0) * (upper - w)
+    return gap.sum(1)
 
 
 def _judge(gram: torch.Tensor, rhs: torch.Tensor, norm: torch.Tensor, w: torch.Tensor, box: Box) -> MassFit:
