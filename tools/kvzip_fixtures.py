@@ -21,6 +21,9 @@ from typing import Any
 REQUIREMENTS = ("kvpress==0.5.5", "transformers<5.3", "torch==2.13.0")
 TARGET = Path(__file__).parents[1] / "tests" / "golden" / "kvzip-kvpress.npz"
 
+VOCABULARY = 260
+"""More than the tokenizer's one token per byte."""
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -28,7 +31,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "vocab_size": 260,
+    "vocab_size": VOCABULARY,
     "initializer_range": 0.4,
     "tie_word_embeddings": True,
     "max_position_embeddings": 1024,
@@ -73,7 +76,7 @@ def run(
     import numpy as np
     import torch
     import transformers
-    from kvpress import KVzipPress
+    from kvpress import KVzipPress  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -109,7 +112,7 @@ def run(
             super().compress_post(model)
 
     press = Recorder(compression_ratio=ratio, chunk_size=chunk_tokens)
-    ids = torch.randint(SHAPE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(11))
+    ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(11))
     cache = transformers.DynamicCache()
     with torch.no_grad(), press(model):
         model.model(input_ids=ids, past_key_values=cache)

@@ -92,7 +92,7 @@ class DenseFamily(Family):
         def done(call: LayerCall) -> None:
             projected = call.outputs["q_proj"]
             n = projected.shape[1]
-            queries = projected.view(1, n, self.geometry.query_heads, self.geometry.key_dim)
+            queries = projected.view(-1, n, self.geometry.query_heads, self.geometry.key_dim)
             if getattr(attn, "q_norm", None) is not None:
                 with torch.no_grad():
                     queries = attn.q_norm(queries)

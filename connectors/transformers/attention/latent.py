@@ -125,7 +125,7 @@ class LatentFamily(Family):
     def _queries_of(self, layer: int, call: LayerCall) -> LayerQueries:
         projected = call.outputs["query"]
         n = projected.shape[1]
-        queries = projected.view(1, n, self.geometry.query_heads, -1).transpose(1, 2)
+        queries = projected.view(len(projected), n, self.geometry.query_heads, -1).transpose(1, 2)
         nope, rotary = queries.split([self._nope_dim, self.geometry.rotary_dim], dim=-1)
         cos, sin = call.rotation()
         rotary, _ = self._rotate(rotary, rotary[:, :1], cos, sin)
