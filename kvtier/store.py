@@ -182,9 +182,10 @@ class TieredStore:
         """Give reserved slots back; nothing becomes visible."""
         self._room.abort(keys, slots)
 
-    def delete(self, keys: Sequence[bytes]) -> None:
+    def delete(self, keys: Sequence[bytes], *, replaced: bool = False) -> None:
         """Remove pages from every tier; from lower ones in the background, behind the writes that are queued. From now
-        on none of them is found, nor arrives from below."""
+        on none of them is found, nor arrives from below. replaced: whoever wanted them finds other pages in their
+        place, so that this is no news to observers."""
         with self._lock:
             if self._spillers and not self._closed:
                 for key in keys:
@@ -195,7 +196,8 @@ class TieredStore:
             for key in keys:
                 self._evicted.pop(key, None)
         self.host.delete_many(keys)
-        self.observer.deleted(keys)
+        if not replaced:
+            self.observer.deleted(keys)
         for spiller in self._spillers.values():
             spiller.forget(list(keys), partial(self._deleted_below, list(keys)))
 

@@ -185,9 +185,7 @@ class Keyspace:
             self.abort(reservation)
             return False
         if old is not None:
-            self._delete([old.page])
-            # Observers know both pages by the name that they share, and have just heard that it was deleted.
-            self.store.observer.stored([page], [meta])
+            self._delete([old.page], replaced=True)
         return True
 
     def expire(self, database: int, key: bytes, expires_ms: int) -> bool:
@@ -325,11 +323,11 @@ class Keyspace:
             if entry is not None and entry.page == page and not self._resident(page):
                 self._drop(page)
 
-    def _delete(self, pages: list[bytes]) -> None:
+    def _delete(self, pages: list[bytes], *, replaced: bool = False) -> None:
         """Delete pages that clients overwrote or deleted: from now on for good."""
         if pages and self._voided is not None:
             self._voided.add(pages)
-        self.store.delete(pages)
+        self.store.delete(pages, replaced=replaced)
 
     def sweep(self) -> int:
         """Remove values whose time is over; returns how many."""
