@@ -158,7 +158,8 @@ class KVTierStorage(HiCacheStorage):
             codec = open_codec(self._config, staged.spec)
             if not any(b.compressible for b in staged.spec.buffers) and codec.id != "lossless":
                 codec = codec_named("raw")
-            shard = "replicated" if self._replicated and name != str(PoolName.MAMBA) else self._place.shard
+            replicated = self._replicated and name != str(PoolName.MAMBA)
+            shard = self._place.replicated_shard if replicated else self._place.shard
             namespace = Namespace.of(
                 staged.spec,
                 policy_of(codec),
