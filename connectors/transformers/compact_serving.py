@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from kvtier.compression.compaction.artefact import CompactLayer, CompactPrefix
+from kvtier.compression.compaction.artefact import CompactLayer, CompactPrefix, ModelIdentity
 from kvtier.connectors.transformers.compaction import identity_of
 from kvtier.connectors.transformers.compat import cache_argument
 from kvtier.errors import ConfigError, SpecError
@@ -74,10 +74,12 @@ class _Served:
 class CompactServing:
     """See the module's docstring. Hooks are on the model inside the ``with`` block only."""
 
-    def __init__(self, model: Any, prefix: CompactPrefix, *, model_name: str) -> None:
-        """Raises ArtefactError for another model's prefix, ConfigError for an attention implementation that takes no
-        mask."""
-        identity = identity_of(model, model_name)
+    def __init__(
+        self, model: Any, prefix: CompactPrefix, *, model_name: str, identity: ModelIdentity | None = None
+    ) -> None:
+        """identity: the model's, where it is known; None: read from it. Raises ArtefactError for another model's
+        prefix, ConfigError for an attention implementation that takes no mask."""
+        identity = identity_of(model, model_name) if identity is None else identity
         prefix.check_model(identity)
         implementation = model.config._attn_implementation
         if implementation not in IMPLEMENTATIONS:
