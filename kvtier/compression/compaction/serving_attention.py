@@ -4,8 +4,8 @@
 part and the live part apart and merges them by their log-sum-exp, for engines whose own kernel takes no bias but tells
 its LSE: only the small compact part needs a kernel that adds one. `flexible` is FlexAttention with the bias as its
 score. All exact. queries ``[batch, query_heads, n, dim]``, keys and values ``[batch, kv_heads, rows, dim]``; mask: what
-is added to the scores, broadcast to ``[batch, query_heads, n, rows]``, -inf for what is not attended to (biases are part
-of it).
+is added to the scores, broadcast to ``[batch, query_heads, n, rows]``, -inf for what is not attended to (biases are in
+it).
 """
 
 from __future__ import annotations
