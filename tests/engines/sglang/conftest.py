@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,19 @@ def engine_hooks() -> Iterator[None]:
 
     load_plugins()
     yield
+
+
+@pytest.fixture
+def start_pools() -> Iterator[Any]:
+    """Builds engines with pools of every kind, and closes them."""
+    from .pool_engines import PoolEngine
+
+    engines: list[PoolEngine] = []
+
+    def build(*args: Any, **options: Any) -> PoolEngine:
+        engines.append(PoolEngine(*args, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
