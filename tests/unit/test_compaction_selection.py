@@ -50,7 +50,9 @@ def test_lazy_greedy_is_naive_greedy_on_more(positions: int, rows: int, count: i
     p /= p.sum(axis=0)
     covered, left, order = np.zeros(rows), np.ones(positions, bool), []
     for _ in range(count):
-        gains = (np.log(covered + p + coverage.EPSILON) - np.log(covered + coverage.EPSILON)).sum(axis=1)
+        gains = (np.log(covered + p + coverage_reference.EPSILON) - np.log(covered + coverage_reference.EPSILON)).sum(
+            axis=1
+        )
         best = int(np.where(left, gains, -np.inf).argmax())
         order.append(best)
         covered, left[best] = covered + p[best], False
@@ -70,7 +72,9 @@ def test_the_objective_grows_and_its_steps_shrink(p: npt.NDArray[np.float64]) ->
         covered += p[position]
     assert all(gain >= 0 for gain in gains)
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(gains))
-    assert math.isclose(sum(gains), float(np.log1p(covered / coverage.EPSILON).sum()), rel_tol=1e-9, abs_tol=1e-12)
+    assert math.isclose(
+        sum(gains), float(np.log1p(covered / coverage_reference.EPSILON).sum()), rel_tol=1e-9, abs_tol=1e-12
+    )
 
 
 @EXAMPLES
