@@ -31,10 +31,11 @@ class EngineProcess:
         folder: Path,
         *,
         methods: list[dict[str, Any]] | None = None,
+        ranks: int = 2,
         **arguments: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_ports(2)
+        self.port = _free_ports(ranks)
         self.fail_next_load = folder / "fail-next-load"
         options: dict[str, Any] = {
             "model_path": str(model),
@@ -132,10 +133,10 @@ class EngineProcess:
             time.sleep(0.1)
         return running
 
-    def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0) -> None:
+    def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0, rank: int = 0) -> None:
         """Wait until a tier holds at least `pages`."""
         give_up = time.monotonic() + limit_s
-        while (have := self.metrics()[f'kvtier_tier_resident_pages{{tier="{tier}"}}']) < pages:
+        while (have := self.metrics(rank)[f'kvtier_tier_resident_pages{{tier="{tier}"}}']) < pages:
             assert time.monotonic() < give_up, f"{have} of {pages} pages in {tier}"
             time.sleep(0.05)
 
