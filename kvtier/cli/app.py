@@ -10,6 +10,7 @@ from kvtier import __version__
 from kvtier.cli import (
     bench,
     calibrate,
+    compact,
     config_commands,
     demo,
     doctor,
@@ -59,6 +60,7 @@ app.command()(explain.explain)
 app.command()(doctor.doctor)
 app.command()(torture.torture)
 app.command()(calibrate.calibrate)
+app.add_typer(compact.app, name="compact")
 
 evaluations = typer.Typer(help="What a method costs and gains on a real model.", no_args_is_help=True)
 evaluations.command("cold-page")(eval_cold_page.evaluate)

@@ -1,0 +1,201 @@
+"""The work of ``kvtier compact``: load, read the context, run the method, write; and what is kept to go on later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.compression.compaction.recipe import Recipe
+
+_SAVE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The options of one run, as the command has them."""
+
+    model: str
+    context: Path
+    out: Path
+    method: str
+    selector: str
+    ratio: float
+    queries: str
+    given: Path | None
+    head_scores: Path | None
+    system_tokens: int
+    seed: int
+    name: str
+    dtype: str
+    work: Path | None
+
+    def run(self) -> None:
+        """Write the file. Raises ConfigError for options that cannot work, before the model is run where possible."""
+        from rich.console import Console
+
+        from kvtier.cli.compact import import_torch, progress_bar
+
+        import_torch()
+        from kvtier.compression.compaction.recipe import Recipe
+        from kvtier.connectors.transformers import compact_methods
+        from kvtier.connectors.transformers.attention import family_of
+        from kvtier.connectors.transformers.compaction import compacted, identity_of
+
+        model, tokenizer = self._load()
+        family = family_of(model)
+        asked = Recipe(self.method, self.ratio, self.selector, self.seed, self.queries)
+        recipe = compact_methods.complete(asked, family)
+        token_ids = read_tokens(self.context, tokenizer)
+        if self.system_tokens >= len(token_ids):
+            raise ConfigError(f"--system-tokens {self.system_tokens}: the context has {len(token_ids)} tokens")
+        given = [] if self.given is None else read_lines(self.given, tokenizer)
+        identity = identity_of(model, self.name)
+        kept = (
+            None if self.work is None else Work.open(self.work, self._key(identity.weights, token_ids, recipe, given))
+        )
+        with progress_bar(Console(stderr=True)) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(done: int, total: int, label: str) -> None:
+                bar.update(task, completed=done, total=total, description=label)
+
+            context = compact_methods.Context.read(
+                model, tokenizer, token_ids, system_tokens=self.system_tokens, progress=show
+            )
+            compaction = compact_methods.compact(
+                context,
+                recipe,
+                given=given,
+                head_scores=None if self.head_scores is None else read_head_scores(self.head_scores),
+                progress=show,
+                state=None if kept is None else kept.state(),
+                checkpoint=None if kept is None else kept.save,
+            )
+        compacted(identity, token_ids, context.cache, compaction).save(self.out)
+        if kept is not None:
+            kept.done()
+
+    def _load(self) -> tuple[Any, Any]:
+        import torch
+        import transformers
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen = self.dtype if self.dtype != "auto" else ("bf16" if device == "cuda" else "fp32")
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[chosen]
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"MODEL {self.model!r} cannot be loaded: {str(e).splitlines()[0]}") from e
+        return model.eval().to(device), tokenizer
+
+    def _key(self, weights: str, token_ids: list[int], recipe: Recipe, given: list[list[int]]) -> str:
+        said = [weights, self.dtype, token_ids, recipe.encoded(), given, self.system_tokens]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+class Work:
+    """A folder with the state of one run. It is of no use to another: a different job in it is refused."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._job, self._state, self._key = folder / "job.json", folder / "state.safetensors", key
+        self._saved_s = 0.0
+
+    @staticmethod
+    def open(folder: Path, key: str) -> Work:
+        """Raises ConfigError where the folder holds the work of another job."""
+        work = Work(folder, key)
+        try:
+            held = json.loads(work._job.read_text())["job"] if work._job.exists() else None
+        except (ValueError, KeyError, TypeError, OSError):
+            held = "unreadable"
+        if held is not None and held != key:
+            raise ConfigError(
+                f"--work {str(folder)!r} holds the work of another model, context or recipe: give another folder, or "
+                "remove it"
+            )
+        work._job.write_text(json.dumps({"job": key}) + "\n")
+        return work
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """What an earlier run had reached."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        if not self._state.exists():
+            return None
+        try:
+            return load_file(self._state)
+        except (SafetensorError, OSError) as e:
+            raise ConfigError(f"--work: {self._state} cannot be read ({e}): remove the folder to begin anew") from None
+
+    def save(self, state: dict[str, torch.Tensor]) -> None:
+        """Keep `state`, whole or not at all; not more often than every few seconds."""
+        from safetensors.torch import save_file
+
+        if time.monotonic() - self._saved_s < _SAVE_EVERY_S:
+            return
+        new = self._state.with_suffix(".new")
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, new)
+        new.replace(self._state)
+        self._saved_s = time.monotonic()
+
+    def done(self) -> None:
+        """The file is written: nothing is left to go on from."""
+        for path in (self._state, self._job):
+            path.unlink(missing_ok=True)
+
+
+def read_tokens(path: Path, tokenizer: Any) -> list[int]:
+    """Token ids of a text, or of a JSON list. Raises ConfigError for a file that is neither."""
+    text = _text("CONTEXT", path)
+    if path.suffix == ".json":
+        try:
+            ids = json.loads(text)
+        except (ValueError, RecursionError):
+            ids = None
+        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ConfigError(f"CONTEXT {str(path)!r}: a name that ends in .json must hold a JSON list of token ids")
+        size = len(tokenizer)
+        if any(not 0 <= i < size for i in ids):
+            raise ConfigError(f"CONTEXT {str(path)!r}: token ids must be from 0 to {size - 1}")
+    else:
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    if not ids:
+        raise ConfigError(f"CONTEXT {str(path)!r} is empty: give the text to compact")
+    return ids
+
+
+def read_lines(path: Path, tokenizer: Any) -> list[list[int]]:
+    """Token ids of each line that is not empty; ``\\n`` in a line is a line break."""
+    lines = [line.replace("\\n", "\n") for line in _text("--given", path).splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"--given {str(path)!r} is empty: give texts that follow the context, one per line")
+    return [list(tokenizer(line, add_special_tokens=False, verbose=False).input_ids) for line in lines]
+
+
+def read_head_scores(path: Path) -> torch.Tensor:
+    """float32 ``[layers, kv_heads]``."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)["scores"].float()
+    except (SafetensorError, OSError, KeyError) as e:
+        raise ConfigError(f"--head-scores {str(path)!r} cannot be read ({e}): give safetensors with 'scores'") from None
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{option} {str(path)!r} cannot be read ({e}): give a file of UTF-8 text") from None
