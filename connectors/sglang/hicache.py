@@ -429,6 +429,8 @@ class KVTierStorage(HiCacheStorage):
         _log.exception("kvtier: %s failed, the engine goes on without it", where)
 
     def _new_generation(self) -> None:
+        if self._closed:
+            return
         self.reads.end_all()
         self._generation = self._generations.next()
         for name, pool in list(self._pools.items()):
