@@ -1,4 +1,4 @@
-"""The harness with the other kinds of cache that SGLang has: its real pools, allocators and parts of the radix cache."""
+"""The harness with the other kinds of cache of SGLang: its real pools, allocators and parts of the radix cache."""
 
 from __future__ import annotations
 
