@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, options
+from kvtier.connectors.sglang.versions import Part
 from kvtier.errors import KVTierError
 
 
@@ -42,6 +43,7 @@ def translate(given: dict[str, Any]) -> dict[str, Any]:
     if name is not None:
         hooks.check_engine()
     if name == hicache_options.NAME:
+        hooks.check_version(Part.STAGED)
         hooks.check_used(hicache_hooks.USED)
         hooks.check_hooks(hicache_hooks.scheduler_hooks())
         return hicache_options.hicache_options(given)

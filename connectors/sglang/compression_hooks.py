@@ -7,6 +7,7 @@ import os
 from kvtier.connectors.sglang import hooks
 from kvtier.connectors.sglang.compression_options import VARIABLE
 from kvtier.connectors.sglang.hooks import Expected, Hook
+from kvtier.connectors.sglang.versions import Part
 from kvtier.errors import EngineError
 
 PLUGIN = "kvtier_compression"
@@ -84,7 +85,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
 
 def check_engine() -> None:
     """EngineError unless the installed SGLang is one that compression knows. Imports the scheduler."""
-    hooks.check_version()
+    hooks.check_version(Part.EVICTION)
     hooks.check_used(USED)
     hooks.check_hooks((*argument_hooks(), *scheduler_hooks()))
 

@@ -40,6 +40,7 @@ from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, iden
 from kvtier.connectors.sglang.hicache_pools import StagedPool, describe
 from kvtier.connectors.sglang.hicache_reads import Reads
 from kvtier.connectors.sglang.ranks import Generations, Place
+from kvtier.connectors.sglang.versions import Part
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.keys import Namespace
 from kvtier.mover import PageMover, policy_of
@@ -101,7 +102,7 @@ class KVTierStorage(HiCacheStorage):
     """See the module's docstring. Built on the scheduler's thread, by SGLang's ``dynamic`` backend."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        hooks.check_version()
+        hooks.check_version(Part.STAGED)
         hooks.check_used(hicache_hooks.USED)
         hooks.verify_installed(hicache_hooks.scheduler_hooks())
         extra: Mapping[str, Any] = storage_config.extra_config or {}

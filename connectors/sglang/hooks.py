@@ -7,7 +7,6 @@ connector is refused with the supported versions named.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import pkgutil
 import sys
@@ -15,10 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.errors import EngineError
-
-SUPPORTED = ("0.5.23",)
-"""Releases of SGLang that the tests ran against. Everything below is private to SGLang and may change with any."""
+from kvtier.connectors.sglang.versions import SUPPORTED, Part, installed, refusal
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _ENGINE = "sglang.srt.entrypoints.engine"
@@ -153,20 +149,20 @@ def install(hooks: Sequence[Hook]) -> None:
 
 def check_engine() -> None:
     """EngineError unless the installed SGLang is one that this connector knows. Imports the scheduler."""
-    check_version()
+    check_version(Part.CONNECTOR)
     check_used(USED)
     linker = _resolve("sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker")
     if linker.__abstractmethods__ != LINKER_METHODS:
         changed = sorted(linker.__abstractmethods__ ^ LINKER_METHODS)
-        raise _refusal(f"UnifiedCacheLinker differs in {', '.join(changed)}")
+        raise refusal(f"UnifiedCacheLinker differs in {', '.join(changed)}")
     check_hooks((*argument_hooks(), *scheduler_hooks()))
 
 
-def check_version() -> None:
-    """EngineError for a release that the tests did not run against."""
-    version = installed_version()
-    if version not in SUPPORTED:
-        raise _refusal(f"SGLang {version} is installed")
+def check_version(part: Part) -> None:
+    """EngineError for a release that the tests of this part did not run against."""
+    version = installed()
+    if version not in SUPPORTED[part]:
+        raise refusal(f"SGLang {version} is installed")
 
 
 def check_used(used: Sequence[Expected]) -> None:
@@ -175,7 +171,7 @@ def check_used(used: Sequence[Expected]) -> None:
         owner = _resolve(expected.target)
         missing = [name for name in expected.attributes if not hasattr(owner, name)]
         if missing:
-            raise _refusal(f"{expected.target} has no {', '.join(missing)}")
+            raise refusal(f"{expected.target} has no {', '.join(missing)}")
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
@@ -195,15 +191,7 @@ def verify_installed(hooks: Sequence[Hook]) -> None:
 
     missing = [hook.target for hook in hooks if not applied(hook)]
     if missing:
-        raise _refusal(f"the plugin could not be installed completely: {', '.join(missing)} was not hooked")
-
-
-def installed_version() -> str:
-    """Version of the installed SGLang, or what is wrong with it."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "without package metadata"
+        raise refusal(f"the plugin could not be installed completely: {', '.join(missing)} was not hooked")
 
 
 def has_scheduler() -> bool:
@@ -220,18 +208,11 @@ def _check(hook: Hook) -> None:
     original = inspect.unwrap(_resolve(hook.target))
     found = tuple(inspect.signature(original).parameters)
     if found not in (hook.parameters, hook.parameters[1:] if hook.parameters[0] == "cls" else ()):
-        raise _refusal(f"{hook.target} takes {found}, not {hook.parameters}")
+        raise refusal(f"{hook.target} takes {found}, not {hook.parameters}")
 
 
 def _resolve(target: str) -> Any:
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
-        raise _refusal(f"{target} is not there ({error})") from error
-
-
-def _refusal(what: str) -> EngineError:
-    return EngineError(
-        f"kvtier: {what}. This version of kvtier works with SGLang {', '.join(SUPPORTED)}: install one of them, or "
-        "start without --kv-connector and --kv-cache-compression-config"
-    )
+        raise refusal(f"{target} is not there ({error})") from error

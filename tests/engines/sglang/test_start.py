@@ -116,7 +116,7 @@ def test_a_hook_that_was_not_applied_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
     target = hooks.scheduler_hooks()[0].target
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
-    with pytest.raises(EngineError, match=rf"{target} was not hooked.*works with SGLang 0\.5\.23"):
+    with pytest.raises(EngineError, match=rf"{target} was not hooked.*kvtier: 0\.5\.22 and 0\.5\.23"):
         hooks.verify_installed(hooks.scheduler_hooks())
 
 
@@ -139,7 +139,7 @@ def test_another_version_or_signature_is_refused_and_nothing_is_installed(monkey
     from kvtier.connectors.sglang import hooks
     from kvtier.errors import EngineError
 
-    monkeypatch.setattr(hooks, "installed_version", lambda: "0.6.0")
+    monkeypatch.setattr(hooks, "installed", lambda: "0.6.0")
     with pytest.raises(EngineError, match=r"SGLang 0\.6\.0 is installed.*0\.5\.23"):
         hooks.check_engine()
     monkeypatch.undo()
