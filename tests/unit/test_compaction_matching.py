@@ -14,7 +14,6 @@ import torch
 from kvtier.compression.compaction import matching_reference as reference
 from kvtier.compression.compaction.attention_block import (
     AttentionBlock,
-    DirectRows,
     MeasuredBlock,
     block_errors,
     mass_system,
@@ -35,6 +34,7 @@ from kvtier.compression.compaction.matching_keys import (
     matching_pursuit,
     pursuit_for,
 )
+from kvtier.compression.compaction.matching_latent import IndexPart, IndexRows, index_shares
 from kvtier.compression.compaction.matching_toy import toy_block, toy_rows
 from kvtier.compression.compaction.values import fit_values
 from kvtier.errors import ConfigError, FitError
@@ -172,15 +172,25 @@ def test_a_softcap_bends_the_logits() -> None:
 
 
 def test_index_scores_choose_like_attention_weights() -> None:
-    """With rows given as they are: HAK on them, and OMP towards their sums."""
+    """Softmax over all that was available, restricted to a block; HAK on it, and OMP towards its sums."""
     g = torch.Generator().manual_seed(0)
-    iota = torch.softmax(2 * torch.randn(50, 45, generator=g, dtype=torch.float64), dim=1)[:, :40]
-    rows = DirectRows(iota, TINY_CHUNKS)
-    e = iota.numpy()[None]
-    np.testing.assert_array_equal(select_keys(rows, 7, MatchingOptions("indexer_hak")).numpy(), reference.hak(e, 7))
-    wanted = reference.omp(e, e.sum(axis=2), 7, OMP_BOX.lower, OMP_BOX.upper)
-    found = select_keys(rows, 7, MatchingOptions("indexer_omp"))
-    np.testing.assert_array_equal(found.numpy(), np.sort(wanted))
+    scores = 2 * torch.randn(50, 60, generator=g, dtype=torch.float64)
+    available = torch.rand(50, 60, generator=g) < 0.8
+    available[:, 0] = True
+    iota = np.exp(scores.numpy()) * available.numpy()
+    iota /= iota.sum(axis=1, keepdims=True)
+    parts = [
+        IndexPart(20, lambda rows: index_shares(scores[:20][rows], available[:20][rows])),
+        IndexPart(30, lambda rows: index_shares(scores[20:][rows], available[20:][rows])),
+    ]
+    for columns in (slice(0, 40), slice(10, 35)):
+        rows = IndexRows(parts, columns, TINY_CHUNKS)
+        e = iota[None, :, columns]
+        np.testing.assert_array_equal(select_keys(rows, 7, MatchingOptions("indexer_hak")).numpy(), reference.hak(e, 7))
+        wanted = reference.omp(e, e.sum(axis=2), 7, OMP_BOX.lower, OMP_BOX.upper)
+        for held_bytes in (0, 1 << 30):
+            options = MatchingOptions("indexer_omp", held_bytes=held_bytes)
+            np.testing.assert_array_equal(select_keys(rows, 7, options).numpy(), np.sort(wanted))
 
 
 def test_index_selectors_need_their_keys() -> None:

@@ -137,30 +137,6 @@ class MeasuredBlock:
             yield head, torch.exp(z.sub_(self.row_max[head, rows, None])), self.mass[head, rows]
 
 
-class DirectRows:
-    """Rows given as they are, ``[n, T]``, such as normalised index scores: one head, normalised already."""
-
-    def __init__(self, weights: torch.Tensor, working_bytes: int = WORKING_BYTES) -> None:
-        self._weights = weights
-        self._chunk = max(1, working_bytes // (_BYTES_PER_CELL * int(weights.shape[1])))
-        self.heads = 1
-
-    @property
-    def tokens(self) -> int:
-        return int(self._weights.shape[1])
-
-    def scores(self) -> torch.Tensor:
-        squares = torch.zeros(self.tokens, dtype=torch.float64, device=self._weights.device)
-        for part in self._weights.split(self._chunk):
-            squares += part.double().square().sum(0)
-        return (squares / self._weights.shape[0]).sqrt_()
-
-    def rows(self, columns: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for part in self._weights.split(self._chunk):
-            whole = part.double()
-            yield 0, whole if columns is None else whole[:, columns], whole.sum(1)
-
-
 @dataclass(frozen=True, slots=True)
 class MassSystem:
     """Normal equations of the mass fit on chosen columns: gram fp64 ``[H, B, B]``, rhs ``[H, B]``, norm ``[H]``."""

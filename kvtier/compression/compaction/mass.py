@@ -149,6 +149,7 @@ def _search(
 def _cholesky(matrix: torch.Tensor, eye: torch.Tensor) -> torch.Tensor:
     """Factors of `matrix` (unit diagonal), with the smallest jitter under which they exist."""
     jitter = 1e-14
+    factor: torch.Tensor
     factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
     while bool((info != 0).any()):
         jitter *= 100

@@ -124,12 +124,14 @@ def fit_block(
     options: MatchingOptions,
     *,
     protected: torch.Tensor | None = None,
+    source: MassRows | None = None,
     kept: torch.Tensor | None = None,
     label: str = "block",
     on_keys: Callable[[int], None] | None = None,
 ) -> BlockFit:
-    """`block` as `budget` of its keys. protected: positions that stay whatever they score. kept: the selection, where
-    it was made before (by index scores, or for several layers at once). With a budget of all keys nothing changes.
+    """`block` as `budget` of its keys. protected: positions that stay whatever they score. source: what keys are
+    selected by instead of the block's attention (index scores). kept: the selection, where it was made before (for
+    several layers at once). With a budget of all keys nothing changes.
 
     FitError, naming `label` (a layer and a head), for attention that is not finite."""
     if not 1 <= budget <= block.tokens:
@@ -139,12 +141,12 @@ def fit_block(
         kept = torch.arange(block.tokens, device=device)
     if kept is not None and len(kept) == block.tokens:
         return BlockFit(kept, torch.zeros(block.heads, len(kept), device=device), None, 0.0, 0.0, 0.0, 0.0)
-    if kept is None and options.by_index:
-        raise ConfigError(f"{label}: selector = {options.selector!r} needs the keys chosen from index scores")
+    if kept is None and source is None and options.by_index:
+        raise ConfigError(f"{label}: selector = {options.selector!r} needs index scores to choose by")
     start = time.perf_counter()
     measured = MeasuredBlock(block)
     if kept is None:
-        kept = select_keys(measured, budget, options, protected, on_keys=on_keys)
+        kept = select_keys(measured if source is None else source, budget, options, protected, on_keys=on_keys)
     selected = time.perf_counter()
     bias = torch.zeros(block.heads, len(kept), device=device)
     if options.bias:
