@@ -23,7 +23,7 @@ from kvtier.compression.compaction.kvzip import RepeatPrompts
 from kvtier.compression.compaction.matching import MatchingOptions
 from kvtier.compression.compaction.prefix import Compaction
 from kvtier.compression.compaction.recipe import Recipe, budget_tokens
-from kvtier.connectors.transformers.attention import family_of, restore, snapshot
+from kvtier.connectors.transformers.attention import SparseFamily, family_of, restore, snapshot
 from kvtier.connectors.transformers.compact_serving import CompactServing
 from kvtier.connectors.transformers.compaction import compacted, prefill
 from kvtier.connectors.transformers.compat import cache_argument
@@ -54,8 +54,8 @@ def texts(count: int = 2, tokens: int = 20) -> list[FittingSequence]:
 
 def model_of(name: str, **changes: Any) -> Any:
     """glm_moe_dsa with an indexer that has something to choose."""
-    own: dict[str, Any] = {"glm_moe_dsa": {"index_topk": 24}, "gpt_oss": {"attention": "eager"}}.get(name, {})
-    return tiny(name, **own, **changes)
+    own: dict[str, dict[str, Any]] = {"glm_moe_dsa": {"index_topk": 24}, "gpt_oss": {"attention": "eager"}}
+    return tiny(name, **own.get(name, {}), **changes)
 
 
 def recipe(ratio: float = 0.7, selector: str = "omp") -> Recipe:
@@ -88,7 +88,10 @@ def equal(first: Compaction, second: Compaction) -> bool:
 @pytest.mark.parametrize("name", LATENT)
 def test_latent_blocks_reproduce_the_layers_output(name: str) -> None:
     """All rows, no bias: from captured queries, through the block's passes, to what the output projection reads."""
-    dense = {"deepseek_v3": {"first_k_dense_replace": 4}, "glm_moe_dsa": {"mlp_layer_types": ["dense"] * 4}}
+    dense: dict[str, dict[str, Any]] = {
+        "deepseek_v3": {"first_k_dense_replace": 4},
+        "glm_moe_dsa": {"mlp_layer_types": ["dense"] * 4},
+    }
     model = model_of(name, **dense[name]).double()  # their experts know no fp64
     family, cache = family_of(model), prefill(model, IDS)
     seen: dict[int, torch.Tensor] = {}
@@ -267,6 +270,7 @@ def test_held_out_texts_are_measured_and_not_fitted() -> None:
 def test_an_indexer_selects_for_its_group(selector: str) -> None:
     model, _, found = matched("glm_moe_dsa", 0.7, selector)
     family = family_of(model)
+    assert isinstance(family, SparseFamily)
     assert family.geometry.index_groups == ((0,), (1, 2, 3))
     for group in family.geometry.index_groups:
         assert all(torch.equal(found.layers[n].kept[0], found.layers[group[0]].kept[0]) for n in group)
