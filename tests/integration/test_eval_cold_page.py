@@ -7,36 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from kvtier.cli import main
 from kvtier.cli.eval_cold_page import CODECS, CONTROLS
 from kvtier.cli.eval_round_trip import measure
+from tests.character_model import write_character_model
 
 KEYS = ["form", "context_tokens", "kl", "top1", "delta_nll", "key_nll", "bytes_per_value"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights whose tokens are characters."""
-    path: Path = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    words = {chr(n): n for n in range(256)} | {"?": 299}
-    (path / "tokenizer.json").write_text(
-        json.dumps({
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?m)."}, "behavior": "Isolated", "invert": False},
-            "post_processor": None, "decoder": None, "model": {"type": "WordLevel", "vocab": words, "unk_token": "?"},
-        })
-    )  # fmt: skip
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
+    return write_character_model(tmp_path_factory.mktemp("model"), hidden=64, heads=2, kv_heads=1, head_dim=32)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

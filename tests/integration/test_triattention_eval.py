@@ -13,30 +13,14 @@ import transformers
 from kvtier.cli import main
 from kvtier.cli.eval_baselines import AttentionScore, RandomRows, RecentWindow
 from kvtier.cli.eval_quality import measure, pass_keys
+from tests.character_model import write_character_model
 
 FIELDS = ["method", "budget", "nll", "key_nll", "kv_bytes", "decode_tok_per_s", "batch"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    # One token per byte.
-    words = {chr(n): n for n in range(256)} | {"?": 299}
-    (path / "tokenizer.json").write_text(
-        json.dumps({
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?m)."}, "behavior": "Isolated", "invert": False},
-            "post_processor": None, "decoder": None, "model": {"type": "WordLevel", "vocab": words, "unk_token": "?"},
-        })
-    )  # fmt: skip
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
+    return write_character_model(tmp_path_factory.mktemp("model"), hidden=32, heads=4, kv_heads=2, head_dim=8)
 
 
 def test_records_of_quality_and_speed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
