@@ -107,6 +107,32 @@ def lmcache(
     _show("kvtier.cli.bench_lmcache", "lmcache", as_json, options)
 
 
+@app.command()
+def sglang(
+    model: Annotated[list[str] | None, typer.Option(help="tiny or smollm2; default both.")] = None,
+    codec: Annotated[
+        list[str] | None, typer.Option(help="Form of the pages, once for each; default auto and none.")
+    ] = None,
+    cold: Annotated[int | None, typer.Option(help="New prompts per engine; default 9.")] = None,
+    hits: Annotated[int | None, typer.Option(help="Restores of each of two prompts; default 4.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="On the disk to measure. Default: where temporary files go.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder that the table is written into, as a page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time to the first token of a reused prefix in the real SGLang: recomputed, its own cache, both connectors."""
+    at_least(6, cold=cold)
+    at_least(1, hits=hits)
+    for name, folder in (("--directory", directory), ("--report", report)):
+        if folder is not None:
+            check_writable(name, folder)
+    chosen = {"models": model, "codecs": codec, "cold": cold, "hits": hits}
+    options: dict[str, Any] = {"directory": directory, "report": report}
+    options |= {name: value for name, value in chosen.items() if value}
+    _show("kvtier.cli.bench_sglang", "sglang", as_json, options)
+
+
 def _check_impls(names: list[str]) -> None:
     from kvtier.kernels import _native
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import tempfile
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.cli.demo import DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
+from kvtier.cli.metrics_text import samples
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
 from kvtier.cli.sessions import Turn, load_turns
 from kvtier.codecs import registry
@@ -31,8 +30,6 @@ from kvtier.spec import DType, PageSpec
 
 _WARM_UP_TOKENS = 256
 _SETTLE_S = 60.0
-_SAMPLE = re.compile(r"(kvtier_\w+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'\w+="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +194,12 @@ class _Metrics:
     """The ledger of a scheduler in another process, over its metrics port."""
 
     def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}/metrics"
-        self._start = self._samples()
-
-    def _samples(self) -> dict[str, dict[str, float]]:
-        with urllib.request.urlopen(self._url, timeout=10) as answer:
-            text = answer.read().decode()
-        samples: dict[str, dict[str, float]] = defaultdict(dict)
-        for line in text.splitlines():
-            match = _SAMPLE.fullmatch(line)
-            if match is not None:
-                samples[match[1]]["/".join(_LABEL.findall(match[2] or ""))] = float(match[3])
-        return samples
+        self._port = port
+        self._start = samples(port)
 
     def read(self, name: str) -> dict[str, int]:
         """A counter by its label's value, without what the warm-up counted."""
-        return {label: int(n - self._start[name][label]) for label, n in self._samples()[name].items()}
+        return {label: int(n - self._start[name][label]) for label, n in samples(self._port)[name].items()}
 
     def settle(self) -> None:
         """Wait until pages have stopped moving down: an agent thinks for seconds between turns, these do not."""

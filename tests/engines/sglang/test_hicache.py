@@ -95,7 +95,8 @@ def test_every_answer_has_its_exact_type_whatever_fails(lab: Any, opened: Callab
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    with patch.multiple(storage._store, **dict.fromkeys(STORE_CALLS, fail)), storage.reads.serving("r"):
+    failing: dict[str, Any] = dict.fromkeys(STORE_CALLS, fail)
+    with patch.multiple(storage._store, **failing), storage.reads.serving("r"):
         answers = every_call(lab, storage)
     for method, (answer, expected) in answers.items():
         if method == "batch_exists_v2":
@@ -255,7 +256,8 @@ def test_three_threads_at_once(lab: Any, opened: Callable[..., Any], tmp_path: P
     want = {n: pool.kv_buffer[:, n].clone() for n in range(10)}
 
     def keys(n: int) -> list[str]:
-        return lab.names(5, 5 * (n % 2))
+        named: list[str] = lab.names(5, 5 * (n % 2))
+        return named
 
     def guarded(work: Callable[[int], None]) -> None:
         try:

@@ -1,0 +1,79 @@
+"""The page that ``kvtier bench sglang --report`` writes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+NAME = "sglang-ttft.md"
+_MODELS = {"tiny": "a random Llama of 4 layers", "smollm2": "SmolLM2-135M-Instruct"}
+_PLACES = {"recompute": "computed", "nothing": "computed, looked up and not found"}
+
+
+def write(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
+    """Write `NAME` into `folder`; returns its path."""
+    path = folder / NAME
+    path.write_text("\n".join(_lines(rows)) + "\n")
+    return path
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "# Time to the first token behind SGLang: recomputed, its own cache, and both connectors"
+    yield ""
+    yield (
+        f"{datetime.date.today().isoformat()}. SGLang {version('sglang')} in FP32 on {os.cpu_count()} CPUs "
+        f"({_processor()}), no accelerator; prompts of {rows[0]['prompt_tokens']:,} tokens in pages of 64. All engines "
+        "of a table ran at once and took turns with the same prompts. SGLang's attention for CPUs was replaced by one "
+        "that pays for the new tokens of a prefill only, as an accelerator's does, and the copies of its host pools by "
+        "plain ones. Medians, and the range; seconds, and milliseconds of the scheduler's thread per request, beside "
+        "the forward."
+    )
+    yield ""
+    yield "    env=$(tools/env-engine.sh sglang | tail -n 1)"
+    yield "    $env/bin/kvtier bench sglang --report docs/results"
+    for model in dict.fromkeys(row["model"] for row in rows):
+        yield from _table(model, [row for row in rows if row["model"] == model])
+
+
+def _table(model: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    yield f"## {_MODELS.get(model, model)}"
+    yield ""
+    yield "| system | pages as | prefix from | tokens reused | first token, s | range | n | scheduler, ms |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for row in rows:
+        place = _PLACES.get(row["served_from"], row["served_from"])
+        yield (
+            f"| {row['system']} | {row['codec']} | {place} | {row['reused_tokens']} | {row['ttft_s']:.3f} | "
+            f"{row['least_s']:.3f} to {row['most_s']:.3f} | {row['runs']} | {row['scheduler_ms']:.2f} |"
+        )
+    costs = [row for row in rows if "cost_percent" in row]
+    if costs:
+        yield ""
+        yield (
+            "What it costs when nothing is found, of the time to the first token, by pairs of the same prompt with and "
+            "without; and the part of it that the scheduler's thread spent:"
+        )
+        yield ""
+        yield "| system | pages as | median of pairs | 95 % interval | scheduler's thread |"
+        yield "|---|---|---:|---:|---:|"
+        for row in costs:
+            yield (
+                f"| {row['system']} | {row['codec']} | {row['cost_percent']:+.1f} % | "
+                f"{row['cost_least_percent']:+.1f} to {row['cost_most_percent']:+.1f} % | "
+                f"{row['thread_percent']:+.2f} % |"
+            )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
