@@ -16,11 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.compaction.attention import DEFAULT_LOGITS_BYTES, probabilities, query_slices
+from kvtier.kernels.compaction.attention import query_slices
 
 CHUNK_TOKENS = 2000
 SINK_TOKENS = 4
 OVERLAP_TOKENS = 8
+
+LOGITS_BYTES = 32 << 20
+"""Of one slice of queries; much less makes more calls than it saves memory."""
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."
 LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -81,21 +84,27 @@ def largest_probabilities(
     *,
     last_rows: int,
     sinks: torch.Tensor | None = None,
-    limit_bytes: int = DEFAULT_LOGITS_BYTES // 4,
+    limit_bytes: int = LOGITS_BYTES,
 ) -> torch.Tensor:
     """``[query_heads, columns]``: the largest probability that any query gives each of the rows `columns`.
 
-    logits_of: queries ``[query_heads, m, dim]`` to logits ``[query_heads, m, rows]``. The last `last_rows` rows end
-    with those of the queries themselves, one each in order; they are seen causally, all others by everyone. sinks:
-    logits ``[query_heads]`` that take a share. Streamed: no more than about `limit_bytes` of logits at once."""
+    logits_of: queries ``[query_heads, m, dim]`` to logits ``[query_heads, m, rows]``, which are written over. The last
+    `last_rows` rows end with those of the queries themselves, one each in order; they are seen causally, all others by
+    everyone. sinks: logits ``[query_heads]`` that take a share. Streamed: about `limit_bytes` of logits at once."""
     heads, n, _ = queries.shape
     best: torch.Tensor | None = None
-    row_numbers = torch.arange(rows, device=queries.device)
+    row_numbers = torch.arange(rows - last_rows, rows, device=queries.device)
     for part in query_slices(n, q_heads=heads, rows=rows, limit_bytes=limit_bytes):
-        numbers = torch.arange(part.start, part.stop, device=queries.device)
-        visible = row_numbers[None, :] <= (rows - n + numbers)[:, None]
-        visible[:, : rows - last_rows] = True
-        given = probabilities(logits_of(queries[:, part]), visible, sinks)[..., columns].amax(dim=1)
+        weights = logits_of(queries[:, part])
+        own_rows = torch.arange(rows - n + part.start, rows - n + part.stop, device=queries.device)
+        hidden = row_numbers[None, :] > own_rows[:, None]
+        weights[..., rows - last_rows :].masked_fill_(hidden, float("-inf"))
+        # In place: fresh memory of this size costs more than the arithmetic.
+        highest = weights.amax(dim=-1, keepdim=True)
+        total = weights.sub_(highest).exp_().sum(dim=-1)
+        if sinks is not None:
+            total += (sinks.to(weights.dtype)[:, None] - highest[..., 0]).exp()
+        given = weights[..., columns].mul_(total.reciprocal_()[..., None]).amax(dim=1)
         best = given if best is None else torch.maximum(best, given)
     if best is None:
         raise ConfigError("no queries were captured: feed at least one token")
