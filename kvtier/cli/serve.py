@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -50,9 +50,7 @@ def serve(
         raise ConfigError(f"config file {str(config)!r} has no block 'server': add one with the option listen")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     sys.setswitchinterval(0.0005)  # a small GET must not wait 5 ms for each thread that is busy with a large SET
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    told_to_stop = _signals()
     running = CacheServer(
         block, ServerOptions.of(block.server), None if block.http is None else HttpOptions.of(block.http)
     )
@@ -62,6 +60,19 @@ def serve(
         if running.http is not None:
             typer.echo(f"metrics and health on {running.http.url}")
         sys.stdout.flush()
-        stop.wait()
+        told_to_stop.recv(1)
     finally:
         running.stop()
+
+
+def _signals() -> socket.socket:
+    """Where a byte arrives at SIGTERM and SIGINT.
+
+    Python's own handlers run in the main thread, when that wakes up; but the kernel gives a signal to any thread, one that
+    is just being started say, and a main thread that waits for a lock would then sleep on. Bytes wake it."""
+    receives, sends = socket.socketpair()
+    sends.setblocking(False)
+    signal.set_wakeup_fd(sends.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return receives

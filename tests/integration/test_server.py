@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -537,6 +538,27 @@ def test_memory_stays_bounded_and_sigterm_drains(tmp_path: Path) -> None:
         assert slow.recv(100) == b"+OK\r\n", "the command under way is finished"
         slow.close()
         assert process.wait(10) == 0
+        assert not path.exists()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_another_thread_gets_stops_it_as_well(tmp_path: Path, number: signal.Signals) -> None:
+    """The kernel gives a signal to any thread that does not block it; the main thread, which waits, must wake up."""
+    tgkill = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
+    if tgkill is None:
+        pytest.skip("the number of tgkill(2) is known here for x86_64 and aarch64 only")
+    path = tmp_path / "k.sock"
+    process, _ = run_serve(tmp_path, "--listen", f"unix:{path}", "--host-capacity", "8MiB")
+    try:
+        threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        other = next(thread for thread in sorted(threads, reverse=True) if thread != process.pid)
+        assert ctypes.CDLL(None).syscall(tgkill, process.pid, other, int(number)) == 0
+        assert process.wait(60) == 0
         assert not path.exists()
     finally:
         process.kill()
