@@ -25,6 +25,7 @@ CONNECTOR_OPTION = "kv_connector"
 CONFIG_OPTION = "kv_connector_config"
 DEFAULT_PAGE_TOKENS = 64
 DEFAULT_CONFIG: Mapping[str, Any] = {"tiers": [{"type": "host", "capacity": "4GiB"}]}
+_STATE_PER_TOKEN = "no_buffer"
 _FORMS_OF_TOKENS = ("nvfp4_offset", "nvfp4_token", "k8v4")
 LINKER_MODULE = "kvtier.connectors.sglang.linker"
 LINKER_CLASS = "KVTierLinker"
@@ -67,7 +68,7 @@ EXCLUDED = (
     Excluded("enable_session_radix_cache", _OFF, _UNTESTED),
     Excluded("encoder_only", _OFF, _UNTESTED),
     Excluded("dllm_algorithm", _OFF, _UNTESTED),
-    Excluded("speculative_algorithm", _OFF, "draft pages are not stored by this version"),
+    Excluded("speculative_algorithm", _OFF, "pages in its draft model's KV pool are not stored"),
     Excluded("disaggregation_mode", (None, "null"), "requests do not pass the ordinary waiting queue"),
     Excluded("dp_size", _ONE, _REPLICAS),
     Excluded("attn_dp_size", _ONE, _REPLICAS),
@@ -142,6 +143,8 @@ def check_waiting(config: Config) -> None:
 
 def settle_page_size(options: dict[str, Any], config: Config) -> None:
     """Set a page size where the user sets none, and refuse one that the form of pages cannot have."""
+    if options.get("page_size") is None and options.get("mamba_radix_cache_strategy") == _STATE_PER_TOKEN:
+        options["page_size"] = 1  # all that SGLang takes with it
     if options.get("page_size") is None:
         _log.info("kvtier sets --page-size %d; give --page-size to choose another", DEFAULT_PAGE_TOKENS)
         options["page_size"] = DEFAULT_PAGE_TOKENS
