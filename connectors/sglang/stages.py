@@ -9,8 +9,8 @@ from enum import IntEnum
 
 import torch
 
+from kvtier.connectors.sglang.movers import Offloading
 from kvtier.connectors.sglang.ranks import RankGroup
-from kvtier.tickets import OffloadResult, Ticket
 
 
 class _State(IntEnum):
@@ -48,7 +48,7 @@ class Stages:
         self._ended.clear()
         self._loads.clear()
 
-    def step(self, offloads: Sequence[Ticket[OffloadResult]]) -> list[str]:
+    def step(self, offloads: Sequence[Offloading]) -> list[str]:
         """The requests whose loads failed somewhere. `offloads`: those under way, of which `ended` are known."""
         running = [_state(ticket) for ticket in list(offloads)[len(self._ended) :]]
         loads, self._loads = self._loads, []
@@ -64,7 +64,7 @@ class Stages:
         return [rid for (rids, _), state in verdicts if state != _State.DONE for rid in rids]
 
 
-def _state(ticket: Ticket[OffloadResult]) -> _State:
+def _state(ticket: Offloading) -> _State:
     if not ticket.done():
         return _State.RUNS
     return _State.DONE if ticket.result().ok else _State.FAILED

@@ -37,7 +37,7 @@ def engine(start_pools: Any, tiny: Path) -> Any:
 def test_draft_pools_are_refused_by_name(engine: Any, option: str) -> None:
     draft = type("SomeDraftPool", (), {})()
     with pytest.raises(EngineError, match=r"draft model in a SomeDraftPool.*without --speculative-algorithm"):
-        described(engine, **{option: (draft,)})
+        described(engine, None, **{option: (draft,)})
 
 
 def test_speculation_is_refused_before_anything_starts() -> None:
