@@ -182,6 +182,7 @@ def test_selectors_see_what_they_are_named_after() -> None:
     assert selection.group("log_coverage", s, 2).tolist() == [0, 4]
     p = selection.shares_of(s)
     torch.testing.assert_close(p.sum(dim=1), torch.ones(2, dtype=torch.float64))
+    assert torch.equal(selection.largest_shares(s), p.amax(dim=0))
     covered = selection.covered(p, torch.tensor([0, 4]))
     torch.testing.assert_close(covered, torch.tensor([0.9 / 3.3, 5 / 14], dtype=torch.float64), rtol=1e-6, atol=0)
     assert selection.Coverage.of(covered) == selection.Coverage(float(covered.mean()), float(covered[0]))
@@ -191,6 +192,7 @@ def test_a_row_that_nobody_looked_at_has_no_shares() -> None:
     s = torch.zeros(2, 5)
     s[1, 3] = 1.0
     assert selection.shares_of(s)[0].tolist() == [0.0] * 5
+    assert torch.equal(selection.largest_shares(s), selection.shares_of(s).amax(dim=0))
     for selector in selection.GROUP_SELECTORS:
         assert selection.group(selector, s, 2, protected=1).tolist() == [0, 3]
 

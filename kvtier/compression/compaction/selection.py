@@ -81,8 +81,17 @@ def head_scores_of(scores: torch.Tensor, protected: int = 0) -> torch.Tensor:
 
 def shares_of(s: torch.Tensor) -> torch.Tensor:
     """float64 ``p [rows, tokens]``: each row of `s` as shares of its sum; zeros for a row whose sum is 0."""
-    total = s.double().sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, s.double() / total, 0.0)
+    total = s.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return s.double().div_(total).masked_fill_(total <= 0, 0.0)
+
+
+def largest_shares(s: torch.Tensor) -> torch.Tensor:
+    """float64 ``[tokens]``: the maximum of `shares_of` over the rows. Row by row, which stays in a core's cache."""
+    best = torch.zeros(s.shape[1], dtype=torch.float64)
+    for row, total in zip(s, s.sum(dim=-1, dtype=torch.float64).tolist(), strict=True):
+        if total > 0:
+            torch.maximum(best, row.double().div_(total), out=best)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +128,9 @@ def group(
     budget = min(tokens, max(budget, protected, 1))
     if selector == "raw_max":
         return _best(s.amax(dim=0)[None], budget, protected)[0].sort().values
-    p = shares_of(s)
     if selector == "normalized_max":
-        return _best(p.amax(dim=0)[None], budget, protected)[0].sort().values
+        return _best(largest_shares(s)[None], budget, protected)[0].sort().values
+    p = shares_of(s)
     first = torch.arange(protected)
     more = coverage.choose(p.T.contiguous().numpy(), budget - protected, chosen=first.numpy(), progress=progress)
     return torch.cat([first, torch.from_numpy(more)]).sort().values
