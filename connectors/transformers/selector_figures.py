@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from kvtier.compression.compaction import selection
-from kvtier.compression.compaction.kvzip import RepeatPrompts
+from kvtier.compression.compaction.kvzip import SINK_TOKENS, RepeatPrompts
 from kvtier.compression.compaction.prefix import Progress, Recipe, budget_tokens
 from kvtier.connectors.transformers.attention import family_of
-from kvtier.connectors.transformers.kvzip import SINK_TOKENS, score_sparse, select_groups
+from kvtier.connectors.transformers.kvzip import score_sparse, select_groups
 
 ROWS, POSITIONS = 256, 29_807
 RATIO = 0.3
