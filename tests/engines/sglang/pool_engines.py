@@ -161,10 +161,15 @@ class PoolEngine(Engine):
         return found
 
     def contents(self, places: Mapping[str, torch.Tensor]) -> Bytes:
-        """Bytes at `places`: by pool, slots, pages or states."""
+        """Bytes at `places`: by pool, slots, pages or states, of every pool."""
+        assert places.keys() == self._buffers().keys()
+        return self.contents_of(places)
+
+    def contents_of(self, places: Mapping[str, torch.Tensor]) -> Bytes:
+        """As `contents`, of some pools."""
         return {
-            name: [b[places[name]].contiguous().view(torch.uint8).reshape(len(places[name]), -1) for b in buffers]
-            for name, buffers in self._buffers().items()
+            name: [b[at].contiguous().view(torch.uint8).reshape(len(at), -1) for b in self._buffers()[name]]
+            for name, at in places.items()
         }
 
     def fill(self, places: Mapping[str, torch.Tensor], seed: int) -> None:
