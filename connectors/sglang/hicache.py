@@ -36,7 +36,7 @@ from kvtier.abc.codec import Codec
 from kvtier.build import open_codec, open_store
 from kvtier.codecs.registry import codec as codec_named
 from kvtier.config import PRIORITIES
-from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, identity, options
+from kvtier.connectors.sglang import compression_hooks, hicache_hooks, hicache_options, hooks, identity, options
 from kvtier.connectors.sglang.hicache_pools import StagedPool, describe
 from kvtier.connectors.sglang.hicache_reads import Reads
 from kvtier.connectors.sglang.ranks import Generations, Place
@@ -116,6 +116,8 @@ class KVTierStorage(HiCacheStorage):
         self._model_config = model_config_of(server_args)
         hicache_options.refuse_unsupported(self._args, self._model_config, storage_config)
         self._config = options.resolve_config(extra)
+        if self._config.compression.live:
+            compression_hooks.verify_installed()
         self._place = Place(storage_config.tp_rank, storage_config.tp_size, nodes=max(1, self._args.nnodes))
         self._replicated = bool(storage_config.is_mla_model)
         self._engine = identity.identify(self._model_config, self._args)

@@ -107,11 +107,13 @@ def _measure(
         task = progress.add_task(f"{model}, {codec}: starting {len(names)} engines", total=turns)
         systems = stack.enter_context(_engines(model, codec, folder, names))
         progress.update(task, description=f"{model}, {codec}")
+        progress.console.print(f"{model}, {codec}: {len(names)} engines serve")  # where there is no bar to watch
 
         def done() -> None:
             progress.advance(task)
 
         _cold(systems, cold, done)
+        progress.console.print(f"{model}, {codec}: {cold} new prompts each; now restores")
         _hits(systems, hits, done)
     return [row for system in systems for row in _rows(model, system, systems[0])]
 

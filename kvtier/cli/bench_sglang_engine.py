@@ -18,6 +18,9 @@ from typing import Any
 TIMES = "KVTIER_BENCH_TIMES"
 """Variable with the file that the scheduler writes its times into after each batch: seconds since it started."""
 
+BATCHES = "batches"
+"""Its name for how many batches that were."""
+
 _TIMED = {
     "queue": "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
     "schedule": "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
@@ -31,7 +34,7 @@ def time_scheduler(path: Path) -> None:
     """Time these calls, hooks of every plugin included."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    spent = dict.fromkeys(_TIMED, 0.0)
+    spent = dict.fromkeys((*_TIMED, BATCHES), 0.0)
 
     def timed(name: str) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +45,7 @@ def time_scheduler(path: Path) -> None:
             finally:
                 spent[name] += time.perf_counter() - start if counts else 0.0
                 if name == "finish":
+                    spent[BATCHES] += 1
                     half = path.with_suffix(".new")
                     half.write_text(json.dumps(spent))
                     half.replace(path)

@@ -403,6 +403,17 @@ def test_a_store_of_other_form_versions_and_half_an_interface_are_refused(
     assert storage._closed and storage.batch_exists(lab.names(1)) == 0
 
 
+def test_an_engine_without_its_hooks_is_refused(lab: Any, opened: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvtier.connectors.sglang.hicache_hooks import scheduler_hooks
+
+    for hook in scheduler_hooks():
+        with patch.object(HookRegistry, "_patched", HookRegistry._patched - {hook.target}):
+            with pytest.raises(EngineError, match=hook.target.rsplit(".", 1)[1]):
+                opened()
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
