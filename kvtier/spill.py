@@ -131,6 +131,11 @@ class Spiller:
         if not self._pool.submit(delete):
             done()
 
+    def write_now(self, keys: Sequence[bytes]) -> None:
+        """These pages need not wait until they are about to leave the host tier."""
+        if keys and self.rules.write is Write.BACK and self.takes_new:
+            self._pool.submit(partial(self._write_all, list(keys)))
+
     def flush(self) -> None:
         """Queue the writing of everything that the tier is to have and has not."""
         if self.rules.write is Write.BACK:

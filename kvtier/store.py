@@ -224,6 +224,11 @@ class TieredStore:
         self._protection.end(keys)
         self._room.freed()
 
+    def write_down(self, keys: Sequence[bytes]) -> None:
+        """Have pages written to the lower tiers now that would be written when they are about to leave host memory."""
+        for spiller in self._spillers.values():
+            spiller.write_now(keys)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every page that a lower tier is to have was offered to it, those written back included; False on
         timeout."""

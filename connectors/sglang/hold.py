@@ -148,9 +148,13 @@ def request_aborted(_: None, cache: Any, request: Any) -> None:
 
 
 def batch_done(_: None, scheduler: Any, batch: Any, result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: what a prompt's tokens cost to compute, for the break-even rule."""
+    """After ``Scheduler.process_batch_result``: what a prompt's tokens cost to compute, for the break-even rule; which
+    requests have ended, for hints of tool calls."""
     linker = linker_of(scheduler.tree_cache)
-    if linker is None or not batch.forward_mode.is_extend():
+    if linker is None:
+        return
+    linker.requests_ended(batch.reqs)
+    if not batch.forward_mode.is_extend():
         return
     launched_s = getattr(batch, "launch_ts", None)  # monotonic
     if launched_s and batch.extend_num_tokens:

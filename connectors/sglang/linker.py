@@ -28,18 +28,18 @@ from kvtier.connectors.sglang.agreement import Agreement, Progress
 from kvtier.connectors.sglang.boundaries import is_beside
 from kvtier.connectors.sglang.loads import BatchLoad
 from kvtier.connectors.sglang.movers import Movers, Offloading, Part, Stored, check_device, codec_for, shared_by_one
-from kvtier.connectors.sglang.pools import DevicePool
+from kvtier.connectors.sglang.pools import DevicePool, page_hashes
 from kvtier.connectors.sglang.pools.engine import EnginePools
+from kvtier.connectors.sglang.port import open_port
 from kvtier.connectors.sglang.prefixes import Prefix, Prefixes
 from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
 from kvtier.connectors.sglang.stages import Stages
+from kvtier.connectors.sglang.tool_calls import Hints, Text, hash_text
 from kvtier.errors import EngineError
 from kvtier.keys import Namespace
 from kvtier.ledger import MissReason, OffloadOutcome
 from kvtier.mover import PageMover, policy_of
-from kvtier.server.http import HttpExporter, HttpOptions
-from kvtier.server.page import StatusPage
-from kvtier.server.probe import store_ready
+from kvtier.server.http import HttpExporter
 from kvtier.spec import Role
 from kvtier.store import TieredStore
 from kvtier.tickets import OffloadResult, OnboardResult, Ticket
@@ -158,6 +158,7 @@ class KVTierLinker(UnifiedCacheLinker):
         )
         self.ledger = self._store.ledger
         self._http: HttpExporter | None = None
+        self._hints: Hints | None = None
         try:
             self._open_movers()
             self._show(
@@ -170,14 +171,7 @@ class KVTierLinker(UnifiedCacheLinker):
             )
             if config.http is not None:
                 nbytes = self._mover.layout(self._stored[0].codec).cold_page_bytes
-                self._http = HttpExporter(
-                    self.ledger.registry,
-                    HttpOptions.of(config.http),
-                    rank=place.node_rank,
-                    ready=lambda: store_ready(self._store, nbytes),
-                    page=StatusPage(self.ledger.registry, config, lambda: self._store.observer),
-                )
-                _log.info("kvtier metrics on %s/metrics", self._http.url)
+                self._http, self._hints = open_port(config, config.http, place, self._store, nbytes, self._keys_of)
         except BaseException:
             self._store.close()
             raise
@@ -223,6 +217,11 @@ class KVTierLinker(UnifiedCacheLinker):
     def _open_movers(self) -> None:
         self._movers = Movers(self._store, self._stored, self._config)
         self._prefixes = Prefixes(self._store, self._stored)
+
+    def _keys_of(self, text: Text) -> list[list[bytes]]:
+        """The keys of a text's pages in every pool; for hints, in any thread."""
+        hashes = page_hashes(hash_text(text, self.page_tokens))
+        return [stored.namespace.page_keys(hashes) for stored in self._stored]
 
     @property
     def exports_metrics(self) -> bool:
@@ -475,6 +474,14 @@ class KVTierLinker(UnifiedCacheLinker):
         if rid in self._asked and not any(rid in batch.request_ids for batch in self._batches.values()):
             self._settle(rid)
 
+    def requests_ended(self, reqs: Iterable[Any]) -> None:
+        """A batch was processed: those of its requests that have ended may be named in hints."""
+        if self._hints is None:
+            return
+        for req in reqs:
+            if req.finished():
+                self._hints.ended(req.rid, Text((req.origin_input_ids, req.output_ids), req.extra_key, req.cache_salt))
+
     def prefilled(self, tokens: int, launched_s: float) -> None:
         """A batch of so many prompt tokens, launched at that time of the monotonic clock, has just ended. With the next
         batch under way already this is more than they took, so that the break-even rule errs on the side of loading.
@@ -489,6 +496,8 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def drop_all_but(self, waiting: Iterable[str]) -> None:
         """Let go of requests that left the queue in a way that nobody reported."""
+        if self._hints is not None:
+            self._hints.expire()
         waiting = set(waiting)
         for rid in [rid for rid in self._new if rid not in waiting]:
             del self._new[rid]

@@ -25,8 +25,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -110,6 +111,14 @@ class HttpOptions:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What answers a POST: body and headers in, status and text out; in the threads of the server."""
+
+    handle: Callable[[bytes, Message], tuple[HTTPStatus, bytes]]
+    body_bytes_max: int
+
+
 class HttpExporter:
     """Serves `registry`, the health of this process and its status page until `close`. Starts listening in the
     constructor; `port` is the port in use. All methods may be called from any thread. Raises ConfigError where the
@@ -124,12 +133,13 @@ class HttpExporter:
         rank: int = 0,
         ready: ReadyCheck | None = None,
         page: StatusPage | None = None,
+        posts: Mapping[str, Post] | None = None,
     ) -> None:
         token = options.token()
         options.check_exposure(token is not None)
         port = options.port_of(rank)
         names = frozenset(name.lower() for name in ("localhost", options.host, *options.names))
-        state = _State(registry, token, names, _Readiness(ready), page)
+        state = _State(registry, token, names, _Readiness(ready), page, dict(posts or {}))
         try:
             self._server = _Server((options.host, port), state)
         except OSError as e:
@@ -214,6 +224,7 @@ class _State:
     names: frozenset[str]
     readiness: _Readiness
     page: StatusPage | None
+    posts: Mapping[str, Post]
 
 
 class _Server(HTTPServer):
@@ -292,6 +303,35 @@ class _Handler(BaseHTTPRequestHandler):
             self._metrics()
         else:
             self._page()
+
+    def do_POST(self) -> None:
+        """A body of JSON, of a bounded and stated length. The media type is asked for because no page of a browser can
+        send it elsewhere unasked."""
+        post = self.server.state.posts.get(self.path.split("?", 1)[0])
+        length = self.headers.get("Content-Length", "")
+        self.close_connection = True  # unless the body is read
+        if post is None:
+            self._answer(HTTPStatus.NOT_FOUND)
+        elif not self._authorized():
+            self._answer(HTTPStatus.UNAUTHORIZED, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
+        elif not self._by_own_name():
+            self._answer(HTTPStatus.FORBIDDEN, _FOREIGN_NAME)
+        elif self.headers.get_content_type() != "application/json":
+            self._answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, b"send application/json\n")
+        elif not (length.isascii() and length.isdigit()) or self.headers.get("Transfer-Encoding"):
+            self._answer(HTTPStatus.LENGTH_REQUIRED)
+        elif len(length) > 9 or int(length) > post.body_bytes_max:
+            self._answer(HTTPStatus(413), f"at most {post.body_bytes_max} bytes\n".encode())
+        else:
+            body = self.rfile.read(int(length))
+            if len(body) < int(length):
+                return
+            self.close_connection = False
+            try:
+                status, answer = post.handle(body, self.headers)
+            except Exception as e:  # noqa: BLE001 - the caller's to see, as in _metrics
+                status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, f"failed: {type(e).__name__}: {e}\n".encode()
+            self._answer(status, answer)
 
     def do_HEAD(self) -> None:
         self.do_GET()

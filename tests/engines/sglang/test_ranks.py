@@ -288,7 +288,7 @@ def test_an_engine_of_several_ranks(
     from .test_engine import prompt as ids
 
     ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(n % 2) for n in range(sizes.get("tp_size", 1))))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(n % 2) for n in range(ranks)))
     block = {
         "tiers": [
             {"type": "host", "capacity": f"{ranks * 64}KiB"},  # 16 pages on each rank
