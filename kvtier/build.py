@@ -180,6 +180,7 @@ def _open_tier(config: HostTierConfig | NvmeTierConfig | RedisTierConfig, shard:
 
 
 def _open_host(make: Callable[..., Tier], config: HostTierConfig, share: int, options: dict[str, Any]) -> Tier:
+    options["huge_pages"] = config.huge_pages
     if config.budget is None:
         return make(share, **options)
     from kvtier.storage_backends.host.budget import NodeBudget

@@ -171,13 +171,15 @@ class BudgetConfig(_Block):
 
 class HostTierConfig(_Block):
     """Pages in this process's memory. `capacity` is per node; a rank takes its share. ttl: of pages that nobody uses.
-    budget: takes that share out of one that other processes of the node take from as well."""
+    budget: takes that share out of one that other processes of the node take from as well. huge_pages: transparent, as
+    the kernel gives them; reserved, those set aside for such use (vm.nr_hugepages), or the tier does not open."""
 
     type: Literal["host"]
     capacity: Bytes
     policy: EvictionPolicy = "lru"
     ttl: Seconds | None = None
     budget: BudgetConfig | None = None
+    huge_pages: Literal["transparent", "reserved"] = "transparent"
 
 
 class LowerTierConfig(_Block):

@@ -15,6 +15,8 @@ from kvtier.errors import CapacityError
 
 _log = logging.getLogger(__name__)
 
+_MAP_HUGETLB = 0x40000
+_HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: prefault for writing, contents unchanged
 _STEP_BYTES = 64 << 20
 _IN_CONSTRUCTOR_BYTES = 256 << 20
@@ -25,21 +27,18 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Arena:
-    """`bytes_` holds `size_bytes` of page-aligned, zeroed memory. It is freed with the last array that uses it."""
+    """`bytes_` holds `size_bytes` of page-aligned, zeroed memory. It is freed with the last array that uses it.
 
-    def __init__(self, size_bytes: int, *, pretouch: bool) -> None:
-        try:
-            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError, ValueError) as error:
-            raise CapacityError(
-                f"capacity = {size_bytes}: the host tier cannot have that much memory ({error}); set a lower capacity"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+    reserved: out of the system's reserved huge pages of 2 MiB; CapacityError where they are too few."""
+
+    def __init__(self, size_bytes: int, *, pretouch: bool, reserved: bool = False) -> None:
+        memory = _map_reserved(size_bytes) if reserved else _map(size_bytes, 0, "set a lower capacity")
+        if hasattr(mmap, "MADV_HUGEPAGE") and not reserved:
             try:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
                 _log.debug("no huge pages for the host tier: %s", error)
-        self.bytes_: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.bytes_: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)[:size_bytes]
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
         if not pretouch:
@@ -80,3 +79,22 @@ class Arena:
             _log.warning("the host tier's memory could not be touched ahead of use: %s", name)
             return True
         return False
+
+
+def _map(size_bytes: int, flags: int, remedy: str) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise CapacityError(
+            f"capacity = {size_bytes}: the host tier cannot have that much memory ({error}); {remedy}"
+        ) from error
+
+
+def _map_reserved(size_bytes: int) -> mmap.mmap:
+    """Whole huge pages: the kernel would round the length up, and then not unmap what is not a multiple."""
+    pages = -(-size_bytes // _HUGE_BYTES)
+    remedy = (
+        f"huge_pages = 'reserved' takes {pages} of 2 MiB: reserve them with sysctl vm.nr_hugepages, in Kubernetes as "
+        "hugepages-2Mi, or leave huge_pages out"
+    )
+    return _map(pages * _HUGE_BYTES, _MAP_HUGETLB, remedy)

@@ -44,6 +44,7 @@ class HostTier(StagingTier):
     capacity_bytes: hard cap, rounded down to 4 KiB. pretouch: fault the memory in ahead of use. max_record_bytes:
     larger records are TOO_LARGE; by default the capacity. policy, ttl_s: what makes room, and pages that were not used
     for this long are gone. budget: the share of a node's memory that this tier lives in; given back when it is closed.
+    huge_pages: transparent, or reserved ones of the system; CapacityError where it has too few of those.
     """
 
     capabilities = TierCapabilities(persistent=False, shared=False)
@@ -58,13 +59,14 @@ class HostTier(StagingTier):
         policy: str = "lru",
         ttl_s: float | None = None,
         budget: NodeBudget | None = None,
+        huge_pages: str = "transparent",
     ) -> None:
         self.name = name
         self._budget = budget
         self._capacity_bytes = check_capacity(name, capacity_bytes)
         order = order_of(policy)
         largest = check_max_record(name, max_record_bytes, self._capacity_bytes)
-        self._memory = Arena(self._capacity_bytes, pretouch=pretouch)
+        self._memory = Arena(self._capacity_bytes, pretouch=pretouch, reserved=huge_pages == "reserved")
         self.arena = self._memory.bytes_
         self._table = SlotTable([Region(0, self._capacity_bytes)], largest, order, ttl_s)
         self._lock = threading.Lock()

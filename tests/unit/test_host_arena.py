@@ -62,3 +62,27 @@ def test_impossible_capacities_are_refused_by_name() -> None:
         HostTier(1 << 60)
     with pytest.raises(ConfigError, match="max_record_bytes = 8192"):
         HostTier(4096, max_record_bytes=8192)
+
+
+def reserved_huge_pages() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free"):
+            return int(line.split()[1])
+    return 0
+
+
+def test_reserved_huge_pages_that_are_not_there_are_refused() -> None:
+    pages = reserved_huge_pages() + (1 << 20)
+    with pytest.raises(CapacityError, match=f"huge_pages = 'reserved' takes {pages} of 2 MiB"):
+        HostTier(pages * (2 << 20), huge_pages="reserved")
+
+
+@pytest.mark.skipif(reserved_huge_pages() < 3, reason="no reserved huge pages here: sysctl vm.nr_hugepages=8")
+def test_reserved_huge_pages_are_used_and_given_back() -> None:
+    free = reserved_huge_pages()
+    memory = Arena((5 << 20) - 4096, pretouch=True, reserved=True)
+    assert len(memory.bytes_) == (5 << 20) - 4096 and not memory.bytes_.any()
+    memory.bytes_[:] = 7
+    assert reserved_huge_pages() == free - 3
+    memory.close()
+    assert reserved_huge_pages() == free
