@@ -66,7 +66,7 @@ class EngineProcess:
             "skip_tokenizer_init": True,
             "grammar_backend": "none",
             "disable_cuda_graph": True,
-            "mem_fraction_static": 0.1,
+            "mem_fraction_static": 0.5,  # max_total_tokens is less
             "max_running_requests": 4,
             "log_level": "error",
             "enable_cache_report": True,

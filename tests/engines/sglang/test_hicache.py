@@ -409,9 +409,9 @@ def test_an_engine_without_its_hooks_is_refused(lab: Any, opened: Callable[..., 
     from kvtier.connectors.sglang.hicache_hooks import scheduler_hooks
 
     for hook in scheduler_hooks():
-        with patch.object(HookRegistry, "_patched", HookRegistry._patched - {hook.target}):
-            with pytest.raises(EngineError, match=hook.target.rsplit(".", 1)[1]):
-                opened()
+        without = patch.object(HookRegistry, "_patched", HookRegistry._patched - {hook.target})
+        with without, pytest.raises(EngineError, match=hook.target.rsplit(".", 1)[1]):
+            opened()
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
