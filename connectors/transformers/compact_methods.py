@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,26 @@ from transformers import DynamicCache
 
 from kvtier.compression.compaction import baselines
 from kvtier.compression.compaction.kvzip import RepeatPrompts
+from kvtier.compression.compaction.matching import SELECTORS, MatchingOptions
 from kvtier.compression.compaction.prefix import Compaction, Progress
 from kvtier.compression.compaction.recipe import Recipe
 from kvtier.connectors.transformers.attention import Family, FamilyKind, family_of
 from kvtier.connectors.transformers.compaction import heads_of, keep_windows, prefill, whole
+from kvtier.connectors.transformers.fitting_queries import (
+    SOURCES,
+    STUDY_REQUESTS,
+    FittingSequence,
+    given_sequences,
+    repeat_sequences,
+    study_sequences,
+)
 from kvtier.connectors.transformers.kvzip import (
     check_selector,
     compact_kvzip,
     protected_positions,
     repeat_prompts,
 )
+from kvtier.connectors.transformers.matching import MatchingPlan, match_context
 from kvtier.errors import ConfigError
 
 METHODS = ("kvzip", "am", *baselines.METHODS)
@@ -64,9 +74,9 @@ class Context:
         return len(self.token_ids)
 
 
-def complete(recipe: Recipe, family: Family) -> Recipe:
-    """`recipe` with the selector and the queries that its method takes where none are named. Raises ConfigError for
-    what the method does not have."""
+def complete(recipe: Recipe, family: Family, plan: MatchingPlan | None = None) -> Recipe:
+    """`recipe` with what its method takes where nothing is named: selector, queries, and the options of `plan` (None:
+    the usual ones). Raises ConfigError for what the method does not have."""
     if recipe.method not in METHODS:
         raise ConfigError(f"--method {recipe.method}: unknown; use one of {', '.join(METHODS)}")
     selector, queries = recipe.selector, recipe.queries
@@ -80,7 +90,13 @@ def complete(recipe: Recipe, family: Family) -> Recipe:
             raise ConfigError("--method kvzip has its own queries, those of repeating the context: leave --queries out")
         check_selector(family, selector)
         return Recipe("kvzip", recipe.ratio, selector, recipe.seed, "", recipe.options)
-    return Recipe("am", recipe.ratio, selector, recipe.seed, queries or "repeat", recipe.options)
+    if selector not in SELECTORS:
+        raise ConfigError(f"--selector {selector}: Attention Matching knows {', '.join(SELECTORS)}")
+    queries = queries or "repeat"
+    if queries not in SOURCES:
+        raise ConfigError(f"--queries {queries}: unknown; use one of {', '.join(SOURCES)}")
+    plan = plan or MatchingPlan(MatchingOptions(selector), context=queries == "context")
+    return Recipe("am", recipe.ratio, selector, recipe.seed, queries, {**plan.described(), **recipe.options})
 
 
 def compact(
@@ -88,14 +104,17 @@ def compact(
     recipe: Recipe,
     *,
     given: Sequence[Sequence[int]] = (),
+    held_out: Sequence[FittingSequence] = (),
+    plan: MatchingPlan | None = None,
     head_scores: torch.Tensor | None = None,
     progress: Progress | None = None,
     state: State | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> Compaction:
     """The sets of a complete `recipe` for `context`, which is unchanged afterwards. given: texts that follow the
-    context, for the queries of that name. state, checkpoint: as the method's driver has them, to go on later. With
-    ratio 0 everything stays, whatever the method."""
+    context, for the queries of that name; held_out: texts that errors are measured on, and nothing is fitted to. plan:
+    of Attention Matching. state, checkpoint: as the method's driver has them, to go on later. With ratio 0 everything
+    stays, whatever the method."""
     if recipe.ratio == 0.0:
         return whole(recipe, context.cache, context.tokens)
     if recipe.method in baselines.METHODS:
@@ -115,4 +134,44 @@ def compact(
             state=state,
             checkpoint=checkpoint,
         )
-    raise ConfigError(f"--method {recipe.method}: not available")
+    plan = plan or MatchingPlan(MatchingOptions(recipe.selector))
+    plan = replace(plan, system_tokens=context.system_tokens, context=recipe.queries == "context")
+    return match_context(
+        context.family,
+        context.cache,
+        context.token_ids,
+        recipe,
+        fitting_sequences(context, recipe, given, progress),
+        plan=plan,
+        held_out=held_out,
+        state=state,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+def fitting_sequences(
+    context: Context, recipe: Recipe, given: Sequence[Sequence[int]], progress: Progress | None = None
+) -> list[FittingSequence]:
+    """Texts behind the context whose queries the recipe is fitted to; none for those of the context itself."""
+    if recipe.queries == "repeat":
+        return repeat_sequences(context.token_ids, context.prompts, system_tokens=context.system_tokens)
+    if recipe.queries == "self_study":
+        requests = {
+            name: context.tokenizer.encode(text, add_special_tokens=False) for name, text in STUDY_REQUESTS.items()
+        }
+        suffix = context.prompts.suffix
+        return study_sequences(
+            context.family,
+            context.cache,
+            context.token_ids,
+            requests,
+            suffix=suffix,
+            seed=recipe.seed,
+            progress=progress,
+        )
+    if recipe.queries == "given":
+        if not given:
+            raise ConfigError("--queries given: give the texts that will follow the context (--given FILE)")
+        return given_sequences(given)
+    return []
