@@ -2,20 +2,21 @@
 
 SGLang takes the smallest of the ranks' answers for every single lookup, but not the decision to hold a request, nor
 what a rank does between a lookup and the load; and the stages of a pipeline are not asked at all. So requests are
-settled once per scheduling step, in the order of the queue. A request is open from its first lookup until every rank
-has what it can get, or the deadline of one has passed; then the ranks freeze what they have, take what all of them have
-in common, and keep to it, pinned, until the request starts or asks for other pages. Nothing here depends on a clock or
-an error of one rank alone: what fails on a rank is an answer of nothing.
+settled together, step by step, in the order of the queue. A request is open from its first lookup until every rank has
+what it can get, or the deadline of one has passed; then the ranks freeze what they have, take what all of them have in
+common, and keep to it, pinned, until the request starts or asks for other pages. Nothing here depends on a clock or an
+error of one rank alone: what fails on a rank is an answer of nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
 
-from kvtier.connectors.sglang.ranks import RankGroup
+from kvtier.connectors.sglang.ranks import Minimum, RankGroup
 
 
 class Progress(Enum):
@@ -26,38 +27,61 @@ class Progress(Enum):
     EXPIRED = auto()
 
 
-class _Asked:
-    __slots__ = ("key", "lengths", "pages")
+class _State(Enum):
+    """Where a request is. Ranks are asked whether they are ready for it, then what they have."""
 
-    def __init__(self, key: Hashable, pages: int) -> None:
+    OPEN = auto()
+    ASKED = auto()
+    READY = auto()
+    AGREED = auto()
+
+
+class _Asked:
+    __slots__ = ("key", "lengths", "pages", "rid", "state")
+
+    def __init__(self, rid: str, key: Hashable, pages: int) -> None:
+        self.rid = rid
         self.key = key
         self.pages = pages
-        self.lengths: list[int] | None = None
+        self.state = _State.OPEN
+        self.lengths: list[int] = []
+
+
+class _Question:
+    """Asked of all ranks: which requests are ready, or, frozen, what can be restored of them."""
+
+    __slots__ = ("about", "answers", "frozen")
+
+    def __init__(self, about: list[_Asked], answers: Minimum, frozen: bool) -> None:
+        self.about = about
+        self.answers = answers
+        self.frozen = frozen
 
 
 class Agreement:
-    """Used on the scheduler's thread. `open` and `step` take the same arguments on every rank."""
+    """Used on the scheduler's thread. `asks` and `step` take the same arguments on every rank."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._asked: dict[str, _Asked] = {}
+        self._steps: deque[list[_Question]] = deque()
 
     def asks(self, rid: str, key: Hashable, pages: int) -> list[int]:
         """The agreed answer to a lookup of `pages` pages, of which `key` says which they are: every length of a prefix
         that all ranks can restore. Empty while the request is open, as it is when it asks for other pages."""
         asked = self._asked.get(rid)
         if asked is None or asked.key != key:
-            asked = self._asked[rid] = _Asked(key, pages)
-        return asked.lengths or []
+            asked = self._asked[rid] = _Asked(rid, key, pages)
+        return asked.lengths
 
     def is_open(self, rid: str) -> bool:
         asked = self._asked.get(rid)
-        return asked is not None and asked.lengths is None
+        return asked is not None and asked.state is not _State.AGREED
 
     def reaches(self, rid: str, pages: int) -> bool:
         """Whether a load of so many pages was agreed on."""
         asked = self._asked.get(rid)
-        return asked is not None and asked.lengths is not None and pages in asked.lengths
+        return asked is not None and pages in asked.lengths
 
     def forget(self, rid: str) -> None:
         self._asked.pop(rid, None)
@@ -74,33 +98,56 @@ class Agreement:
         freeze: Callable[[str], Sequence[int]],
         use: Callable[[str, int], None],
     ) -> None:
-        """Agree on every open request of the queue that is ready for it. `progress`, `freeze` and `use` ask this rank:
-        how far it is; what it can restore of a request from now on; and to keep no more than so many pages of it."""
-        opened = [rid for rid in waiting if self.is_open(rid)]
-        if not opened:
+        """Go on with every open request of the queue. `progress`, `freeze` and `use` ask this rank: how far it is; what
+        it can restore of a request from now on; and to keep no more than so many pages of it.
+
+        Called at every step in which the queue is not empty, and with a pipeline at every other, too."""
+        found = [asked for rid in waiting if (asked := self._asked.get(rid)) is not None]
+        if self._ranks.lag:
+            while len(self._steps) >= self._ranks.lag:
+                for question in self._steps.popleft():
+                    self._apply(question, use)
+            self._steps.append(self._ask(found, progress, freeze))
             return
-        here = [progress(rid) for rid in opened]
-        flags = torch.tensor(
-            [[state is not Progress.UNDER_WAY, state is not Progress.EXPIRED] for state in here], dtype=torch.int32
-        )
-        ready = [
-            rid
-            for rid, (all_done, none_late) in zip(opened, self._ranks.least(flags).tolist(), strict=True)
-            if all_done or not none_late
-        ]
-        if not ready:
-            return
-        widths = [self._asked[rid].pages + 1 for rid in ready]
-        mask = torch.zeros(sum(widths), dtype=torch.uint8)
+        for _ in range(2):
+            for question in self._ask(found, progress, freeze):
+                self._apply(question, use)
+
+    def _ask(
+        self, found: Sequence[_Asked], progress: Callable[[str], Progress], freeze: Callable[[str], Sequence[int]]
+    ) -> list[_Question]:
+        questions = []
+        ready = [asked for asked in found if asked.state is _State.READY]
+        if ready:
+            mask = torch.zeros(sum(asked.pages + 1 for asked in ready), dtype=torch.uint8)
+            at = 0
+            for asked in ready:
+                lengths = [n for n in freeze(asked.rid) if 0 < n <= asked.pages]
+                mask[[at + n for n in lengths]] = 1
+                at += asked.pages + 1
+            questions.append(_Question(ready, self._ranks.least(mask), frozen=True))
+        opened = [asked for asked in found if asked.state is _State.OPEN]
+        if opened:
+            here = [progress(asked.rid) for asked in opened]
+            flags = [(state is not Progress.UNDER_WAY, state is not Progress.EXPIRED) for state in here]
+            questions.append(_Question(opened, self._ranks.least(torch.tensor(flags, dtype=torch.int32)), frozen=False))
+        for question in questions:
+            for asked in question.about:
+                asked.state = _State.ASKED
+        return questions
+
+    def _apply(self, question: _Question, use: Callable[[str, int], None]) -> None:
+        """Requests that left the queue, or ask for other pages by now, are left out on every rank alike."""
+        answers = question.answers.result()
         at = 0
-        for rid, width in zip(ready, widths, strict=True):
-            lengths = [n for n in freeze(rid) if 0 < n < width]
-            mask[[at + n for n in lengths]] = 1
-            at += width
-        self._ranks.least(mask)
-        at = 0
-        for rid, width in zip(ready, widths, strict=True):
-            lengths = mask[at : at + width].nonzero().flatten().tolist()
-            self._asked[rid].lengths = lengths
-            use(rid, max(lengths, default=0))
-            at += width
+        for i, asked in enumerate(question.about):
+            current = self._asked.get(asked.rid) is asked
+            if not question.frozen:
+                all_done, none_late = answers[i]
+                asked.state = _State.READY if all_done or not none_late else _State.OPEN
+                continue
+            lengths = [n for n in range(1, asked.pages + 1) if answers[at + n]]
+            at += asked.pages + 1
+            if current:
+                asked.state, asked.lengths = _State.AGREED, lengths
+                use(asked.rid, max(lengths, default=0))

@@ -49,22 +49,36 @@ def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | Non
 
 
 def next_batch(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-    """Before ``Scheduler.get_next_batch_to_run``: what the stages of a pipeline have to know of each other before any
-    of them acts on it."""
+    """Before ``Scheduler.get_next_batch_to_run``, which takes results of offloads."""
     linker = linker_of(scheduler.tree_cache)
-    failed = linker.settle_stages() if linker is not None else ()
-    if not failed:
-        return
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    if linker is not None:
+        linker.settle_stages()
 
-    reqs = {req.rid: req for batch in scheduler.mbs if batch is not None for req in batch.reqs}
-    if scheduler.chunked_req is not None:
-        reqs[scheduler.chunked_req.rid] = scheduler.chunked_req
-    for rid in failed:
-        req = reqs.get(rid)
-        if req is None:
+
+def _bar(linker: KVTierLinker, batch: Any) -> None:
+    """With a pipeline, what loading requests compute is kept out of the cache until all stages know that the load was
+    right: the next chunk of a prompt would insert it before."""
+    for req in batch.reqs:
+        if linker.loads(req.rid):
+            linker.barred.setdefault(req.rid, req.skip_radix_cache_insert)
+            req.skip_radix_cache_insert = True
+
+
+def settle_loads(scheduler: Any, batch: Any, result: Any) -> None:
+    """Before ``Scheduler.process_batch_result``: with a pipeline, end the requests of which one stage could not load a
+    page, on every stage, as SGLang does where a rank of the stage says so."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None or not linker.staged:
+        return
+    failed = linker.failed_loads([req.rid for req in batch.reqs])
+    for req in batch.reqs:
+        before = linker.barred.pop(req.rid, None)
+        if req.rid not in failed:
+            if before is not None:
+                req.skip_radix_cache_insert = before
             continue
-        # As SGLang does where the ranks of a stage say so.
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
         req.skip_radix_cache_insert = True
         req.discard_output_reason = FINISH_ABORT(_LOAD_FAILED, HTTPStatus.SERVICE_UNAVAILABLE)
         if req is scheduler.chunked_req:
@@ -88,6 +102,8 @@ def build_batch(
         if held:
             scheduler.waiting_queue = _merged(queue, held, scheduler.waiting_queue)
     if batch is not None:
+        if linker.staged:
+            _bar(linker, batch)
         for req in batch.reqs:
             linker.request_started(req.rid)
     elif held and _idle(scheduler, running):

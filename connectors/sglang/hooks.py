@@ -132,6 +132,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             ("self", "request"),
             hold.request_aborted,
         ),
+        Hook(scheduler + "process_batch_result", "BEFORE", ("self", "batch", "result"), hold.settle_loads),
         Hook(scheduler + "process_batch_result", "AFTER", ("self", "batch", "result"), hold.batch_done),
         Hook(f"{_UPDATER}.release_memory_occupation", "BEFORE", ("self", "recv_req"), hold.memory_released),
         *(Hook(target, "BEFORE", ("self", "recv_req"), hold.weights_change) for target in WEIGHT_UPDATES),

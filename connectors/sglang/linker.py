@@ -129,7 +129,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(self._pools.counted_layers)
         if self._pools.has_states:  # the engine registers the counter with the KV pool, and with that only
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._ranks = RankGroup(params)
+        self._ranks = RankGroup(params, args.pp_async_batch_depth)
         self._agreement = Agreement(self._ranks) if self._ranks.several else None
         self._stages = Stages(self._ranks) if self._ranks.staged else None
         self._place = Place.of(get_parallel(), args)
@@ -139,6 +139,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self._weights = _Weights.AS_LOADED
         self.page_tokens: int = params.page_size
         self._new: dict[str, None] = {}
+        self.barred: dict[str, bool] = {}
         self._asked: dict[str, Prefix] = {}
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
@@ -216,7 +217,7 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def _open_movers(self) -> None:
         self._movers = Movers(self._store, self._stored, self._config)
-        self._prefixes = Prefixes(self._store, self._stored)
+        self._prefixes = Prefixes(self._store, self._stored, several=self._ranks.several)
 
     def _keys_of(self, text: Text) -> list[list[bytes]]:
         """The keys of a text's pages in every pool; for hints, in any thread."""
@@ -354,7 +355,7 @@ class KVTierLinker(UnifiedCacheLinker):
             self._settle(rid, loaded=True)
         if self._stages is not None:
             self._stages.landed(batch.request_ids, ok)
-            return True  # until the other stages know of it
+            return True  # until all stages know of it
         return ok
 
     @_timed("load", bool)
@@ -402,9 +403,19 @@ class KVTierLinker(UnifiedCacheLinker):
         ticket = self._offloads.popleft()
         return self._stages.take() if self._stages is not None else ticket.result().ok
 
-    def settle_stages(self) -> list[str]:
-        """With a pipeline, whose stages all call this before they choose a batch: requests whose loads have failed."""
-        return self._stages.step(self._offloads) if self._stages is not None else []
+    @property
+    def staged(self) -> bool:
+        """Whether the engine is a pipeline, of which this is a stage."""
+        return self._stages is not None
+
+    def settle_stages(self) -> None:
+        """With a pipeline, whose stages all call this before they choose a batch: what offloads have ended on all."""
+        if self._stages is not None:
+            self._stages.step(self._offloads)
+
+    def failed_loads(self, rids: list[str]) -> list[str]:
+        """With a pipeline, of a batch that has left it: the requests whose loads failed on one of the stages."""
+        return self._stages.failed(rids) if self._stages is not None else []
 
     @_timed("reset", lambda: None)
     def reset(self) -> None:
@@ -421,6 +432,7 @@ class KVTierLinker(UnifiedCacheLinker):
             self._agreement.keep(())
         if self._stages is not None:
             self._stages.clear()
+        self.barred.clear()
         self.layer_done_counter.reset()
         if self._weights is _Weights.CHANGED:  # what was stored since may rest on what the old ones had computed
             self._new_generation()
@@ -471,7 +483,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self._new.pop(rid, None)
         if self._agreement is not None:
             self._agreement.forget(rid)
-        if rid in self._asked and not any(rid in batch.request_ids for batch in self._batches.values()):
+        if rid in self._asked and not self.loads(rid):
             self._settle(rid)
 
     def requests_ended(self, reqs: Iterable[Any]) -> None:
@@ -481,6 +493,10 @@ class KVTierLinker(UnifiedCacheLinker):
         for req in reqs:
             if req.finished():
                 self._hints.ended(req.rid, Text((req.origin_input_ids, req.output_ids), req.extra_key, req.cache_salt))
+
+    def loads(self, rid: str) -> bool:
+        """Whether the request is in a batch that loads pages of it."""
+        return any(rid in batch.request_ids for batch in self._batches.values())
 
     def prefilled(self, tokens: int, launched_s: float) -> None:
         """A batch of so many prompt tokens, launched at that time of the monotonic clock, has just ended. With the next

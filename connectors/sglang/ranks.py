@@ -64,31 +64,54 @@ class Place:
         return f"tp{self.tp_size}pp{self.pp_size}" if self.ranks > 1 else ""
 
 
+class Minimum:
+    """An element-wise minimum over all ranks that may still be under way."""
+
+    def __init__(self, values: torch.Tensor, work: Any = None) -> None:
+        self._values = values
+        self._work = work
+
+    def result(self) -> list[Any]:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        found: list[Any] = self._values.tolist()
+        return found
+
+
 class RankGroup:
     """The process groups over which the engine's radix cache decides, and beside them those of the pipeline, which the
-    cache leaves out. Every method is collective: all ranks call it in the same order, on the scheduler's thread."""
+    cache leaves out. Every method is collective: all ranks call it in the same order, on the scheduler's thread.
 
-    def __init__(self, params: Any) -> None:
-        """`params`: SGLang's CacheInitParams."""
+    A stage of a pipeline must not wait for a later one: that waits for what the first sends next. But once a stage has
+    gone round all of its micro-batches, the others have begun what it began then. So reductions over stages are begun
+    in one step and read `lag` steps later, on all stages alike."""
+
+    def __init__(self, params: Any, batch_depth: int = 0) -> None:
+        """`params`: SGLang's CacheInitParams. batch_depth: micro-batches that a pipeline has beside one per stage."""
         attention = [g for g in (params.attn_cp_cache_group, params.attn_tp_cache_group) if _size(g) > 1]
         within = attention or [g for g in (params.tp_cache_group,) if _size(g) > 1]
         self.staged: bool = params.pp_size > 1
-        self._groups = within + ([params.pp_cache_group] if self.staged else [])
+        self._within = within
+        self._across = params.pp_cache_group if self.staged else None
+        self.lag: int = params.pp_size + batch_depth if self.staged else 0
 
     @property
     def several(self) -> bool:
-        return bool(self._groups)
+        return bool(self._within) or self.staged
 
-    def least(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise minimum over all ranks, in place. `values`: integers on the CPU, of one shape."""
-        for group in self._groups:
+    def least(self, values: torch.Tensor) -> Minimum:
+        """Begin the minimum of `values`: integers on the CPU, of one shape on all ranks, not to be touched again."""
+        for group in self._within:
             dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-        return values
+        if self._across is None:
+            return Minimum(values)
+        return Minimum(values, dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._across, async_op=True))
 
     def secret(self, first: bool) -> bytes:
         """Random bytes that the first rank draws, on every rank."""
         drawn = secrets.token_bytes(_SECRET_BYTES) if first else bytes([255]) * _SECRET_BYTES
-        return bytes(self.least(torch.tensor(list(drawn), dtype=torch.int32)).tolist())
+        return bytes(self.least(torch.tensor(list(drawn), dtype=torch.int32)).result())
 
 
 class Generations:

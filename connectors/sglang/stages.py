@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 
 from kvtier.connectors.sglang.movers import Offloading
-from kvtier.connectors.sglang.ranks import RankGroup
+from kvtier.connectors.sglang.ranks import Minimum, RankGroup
 
 
 class _State(IntEnum):
@@ -22,14 +22,14 @@ class _State(IntEnum):
 
 
 class Stages:
-    """Used on the scheduler's thread; `step` is collective. A stage runs its batches in the order of the others and is
-    behind the one before it by less than one batch, so that before a batch is chosen all of them know of the same
-    offloads and loads."""
+    """Used on the scheduler's thread. Every stage makes these calls in the same order."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._ended: deque[bool] = deque()
-        self._loads: list[tuple[tuple[str, ...], bool]] = []
+        self._taken = 0
+        self._steps: deque[tuple[int, Minimum] | None] = deque()
+        self._loads: dict[tuple[str, ...], Minimum] = {}
 
     @property
     def ended(self) -> int:
@@ -38,33 +38,50 @@ class Stages:
 
     def take(self) -> bool:
         """The result of the oldest: whether it is stored on every rank."""
+        self._taken += 1
         return self._ended.popleft()
 
     def landed(self, rids: tuple[str, ...], ok: bool) -> None:
         """The loads of a batch have ended on this rank."""
-        self._loads.append((rids, ok))
+        self._loads[rids] = self._ranks.least(torch.tensor([ok], dtype=torch.int32))
+
+    def failed(self, rids: Sequence[str]) -> list[str]:
+        """Of a batch whose results have come out of the pipeline, so that all stages have run it: the requests whose
+        loads failed somewhere. Those of other batches are not asked for."""
+        found = []
+        for loaded in [loaded for loaded in self._loads if not set(loaded).isdisjoint(rids)]:
+            if not self._loads.pop(loaded).result()[0]:
+                found += loaded
+        return found
 
     def clear(self) -> None:
+        """The engine, idle, forgets its cache."""
         self._ended.clear()
+        self._taken = 0
+        self._steps = deque(None for _ in self._steps)
         self._loads.clear()
 
-    def step(self, offloads: Sequence[Offloading]) -> list[str]:
-        """The requests whose loads failed somewhere. `offloads`: those under way, of which `ended` are known."""
-        running = [_state(ticket) for ticket in list(offloads)[len(self._ended) :]]
-        loads, self._loads = self._loads, []
-        if not running and not loads:
-            return []
-        states = running + [_State.DONE if ok else _State.FAILED for _, ok in loads]
-        agreed = self._ranks.least(torch.tensor(states, dtype=torch.int32)).tolist()
-        for state in agreed[: len(running)]:
+    def step(self, offloads: Sequence[Offloading]) -> None:
+        """Called at each scheduling step. `offloads`: those whose results were not taken, the oldest first."""
+        while len(self._steps) >= self._ranks.lag:
+            if (asked := self._steps.popleft()) is not None:
+                self._apply(*asked)
+        if not offloads:
+            self._steps.append(None)
+            return
+        states = torch.tensor([_state(node) for node in offloads], dtype=torch.int32)
+        self._steps.append((self._taken, self._ranks.least(states)))
+
+    def _apply(self, taken: int, states: Minimum) -> None:
+        """taken: how many had been when it was asked: `states` begins with the next one."""
+        known = self._taken + len(self._ended)
+        for state in states.result()[known - taken :]:
             if state == _State.RUNS:
-                break
+                return
             self._ended.append(state == _State.DONE)
-        verdicts = zip(loads, agreed[len(running) :], strict=True)
-        return [rid for (rids, _), state in verdicts if state != _State.DONE for rid in rids]
 
 
-def _state(ticket: Offloading) -> _State:
-    if not ticket.done():
+def _state(node: Offloading) -> _State:
+    if not node.done():
         return _State.RUNS
-    return _State.DONE if ticket.result().ok else _State.FAILED
+    return _State.DONE if node.result().ok else _State.FAILED

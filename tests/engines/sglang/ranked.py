@@ -108,7 +108,6 @@ class Scheduler:
         self.engine, self.rank = engine, rank
         self.tree_cache = engine.cache
         self.waiting_queue: list[Any] = []
-        self.mbs: list[Any] = []
         self.chunked_req: Any = None
         self.results: dict[str, tuple[int, int]] = {}  # device and restored tokens
         self.failed: list[str] = []
@@ -133,7 +132,6 @@ class Scheduler:
         from kvtier.connectors.sglang import hold
 
         hold.next_batch(self, None, None)
-        self._end_failed()
         self.engine.cache.check_hicache_events()
         batch, _ = hold.build_batch(self._admit, self, None, self._idle)
         if batch is not None:
@@ -185,6 +183,8 @@ class Scheduler:
         return SimpleNamespace(reqs=batch), running
 
     def _forward(self, batch: Any) -> None:
+        from kvtier.connectors.sglang import hold
+
         linker = self.engine.cache.linker
         slots = {req.rid: linker.private_load_indices.get(req.rid) for req in batch.reqs}
         linker.layer_done_counter.set_consumer(self.index)
@@ -193,21 +193,19 @@ class Scheduler:
                 self.rows[rid] = self.engine.read(where, waiting=True)
         linker.layer_done_counter.set_consumer(-1)
         self.engine.cache.finish_external_linker_loads(batch.reqs)
-        self.mbs = [batch]
-        if self.rank.pp == 1:
-            self._end_failed()
+        hold.settle_loads(self, batch, None)
+        self._end_failed(batch)
         for where in slots.values():
             if where is not None:
                 self.engine.allocator.free(where)
 
-    def _end_failed(self) -> None:
-        """The results of the last batch: its requests whose loads failed end with 503."""
-        for req in [req for batch in self.mbs for req in batch.reqs]:
+    def _end_failed(self, batch: Any) -> None:
+        """The results of a batch: its requests whose loads failed end with 503."""
+        for req in batch.reqs:
             if req.discard_output_reason is not None:
                 assert req.discard_output_reason.status_code == 503 and req.skip_radix_cache_insert
                 self.failed.append(req.rid)
                 self.rank.decisions.append((req.rid, "failed"))
-        self.mbs = []
 
 
 def prompt(n: int, tokens: int = 8 * PAGE) -> list[int]:
