@@ -31,9 +31,10 @@ class _Asked:
     """A request's lookup; guarded by the lock of `Reads`, but for `ended`. loaded: pages of its prefix that the engine
     was given. busy: loads under way."""
 
-    __slots__ = ("at", "busy", "ended", "loaded", "lookup")
+    __slots__ = ("at", "busy", "ended", "loaded", "lookup", "rid")
 
-    def __init__(self, lookup: Lookup) -> None:
+    def __init__(self, rid: str, lookup: Lookup) -> None:
+        self.rid = rid
         self.lookup = lookup
         self.loaded = 0
         self.busy = 0
@@ -76,12 +77,17 @@ class Reads:
             return self._find(rid, keys, hashes).lookup
 
     def _find(self, rid: str, keys: Sequence[bytes], hashes: Sequence[bytes]) -> _Asked:
-        asked = self._asked.get(rid)
-        if asked is not None and asked.lookup.keys == keys and asked.lookup.reach == 0:
-            self._store.lookup(rid, [])  # forgets why they were missing, and counts nothing
-        lookup = self._store.lookup(rid, keys, hashes=hashes)
+        asked, name = self._asked.get(rid), rid
+        if asked is not None and asked.busy:
+            # Its pages are being decoded, and must stay pinned whatever is asked for now.
+            asked.ended, asked, name = True, None, f"{rid} {self.nameless()}"
+        if asked is not None:
+            name = asked.lookup.request_id
+            if asked.lookup.keys == keys and asked.lookup.reach == 0:
+                self._store.lookup(name, [])  # forgets why they were missing, and counts nothing
+        lookup = self._store.lookup(name, keys, hashes=hashes)
         if asked is None:
-            asked = self._asked[rid] = _Asked(lookup)
+            asked = self._asked[rid] = _Asked(rid, lookup)
         asked.lookup, asked.loaded, asked.at = lookup, 0, time.monotonic()
         return asked
 
@@ -146,7 +152,7 @@ class Reads:
                 asked.loaded = start + arrived
                 asked.busy -= 1
                 if asked.ended and asked.busy == 0:
-                    self._settle(rid, asked)
+                    self._settle(asked)
         return arrived
 
     def load_beside(
@@ -205,7 +211,7 @@ class Reads:
                 return
             asked.ended = True
             if asked.busy == 0:
-                self._settle(rid, asked)
+                self._settle(asked)
 
     def keep(self, rids: Collection[str]) -> None:
         """Let go of requests that are in no queue, and left it in a way that nobody reported."""
@@ -226,11 +232,11 @@ class Reads:
     def open(self) -> int:
         return len(self._asked)
 
-    def _settle(self, rid: str, asked: _Asked) -> None:
+    def _settle(self, asked: _Asked) -> None:
         """With the lock held. Hits are what the engine was given."""
-        if self._asked.get(rid) is asked:
-            del self._asked[rid]
+        if self._asked.get(asked.rid) is asked:
+            del self._asked[asked.rid]
         loaded = asked.loaded > 0
         if loaded:
             self._store.hold(asked.lookup, asked.loaded, rest=MissReason.DROPPED)
-        self._store.settle(rid, loaded=loaded)
+        self._store.settle(asked.lookup.request_id, loaded=loaded)

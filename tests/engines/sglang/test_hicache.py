@@ -246,6 +246,35 @@ def test_a_request_that_starts_during_its_load_keeps_its_pages_until_it_ends(
     assert add_up(storage).hits["host"] == 2
 
 
+def test_a_name_that_is_used_again_during_a_load_leaves_its_pages_pinned(lab: Any, opened: Callable[..., Any]) -> None:
+    storage = opened()
+    keys = lab.names(4)
+    assert storage.batch_set_v1(keys, lab.slots(range(4))) == [True] * 4
+    mover = storage._pools["kv"].mover
+    real, answers = mover.onboard, []
+
+    def interrupted(lookup: Any, *args: Any, **kwargs: Any) -> Any:
+        if not answers:
+            answers.append("asked")
+            pins = list(lookup.pins)
+            storage.request_dropped("r")
+            with storage.reads.serving("r"):  # as another request of the same name does
+                assert storage.batch_exists(keys[2:]) == 2
+            assert lookup.pins == pins and len(storage._store.open_requests()) == 2
+        return real(lookup, *args, **kwargs)
+
+    with patch.object(mover, "onboard", interrupted), storage.reads.serving("r"):
+        assert storage.batch_exists(keys[:2]) == 2
+        assert storage.batch_get_v1(keys[:2], lab.slots([4, 5])) == [True, True]
+    assert storage.batch_get_v1([], lab.slots([])) == []
+    assert len(storage._store.open_requests()) == 1
+    with storage.reads.serving("r"):
+        assert storage.batch_get_v1(keys[2:], lab.slots([6, 7])) == [True, True]
+    storage.batch_built(["r"], lambda: set())
+    counts = add_up(storage)
+    assert (counts.lookups, counts.hits["host"]) == (4, 4)
+
+
 def test_three_threads_at_once(lab: Any, opened: Callable[..., Any], tmp_path: Path) -> None:
     """As SGLang calls it: one asks, one loads, one stores; and the scheduler starts and drops requests meanwhile."""
     pool = lab.mha_pool("page_first_direct", pages=40)
