@@ -2,10 +2,10 @@
 
     python tools/chroot_image.py deploy/Dockerfile --work DIR [--bind PATH ...] [--env NAME ...]
 
-As root on Debian with mmdebstrap. FROM debian:... becomes a minimal installation of that release, without manuals, as the
-slim images are. Known are FROM, RUN (with SHELL), COPY (--from a stage), ENV, WORKDIR, USER; the rest is for the image's
-user. --bind: paths of this machine that steps see too, such as pip's configuration; --env: variables that they get.
-DIR/STAGE is left behind; sizes are of files, as in the uncompressed layers of an image.
+As root on Debian with mmdebstrap. FROM debian:... becomes a minimal installation of that release, without manuals, as
+the slim images are. Known are FROM, RUN (with SHELL), COPY (--from a stage), ENV, WORKDIR, USER; the rest is for
+whoever runs the image. --bind: paths of this machine that steps see too, such as pip's configuration; --env:
+variables that they get. DIR/STAGE is left behind; sizes are of files, as in the uncompressed layers of an image.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Render the Helm chart: deploy/k8s/NAME.yaml for each of its examples, and its copies of what Grafana and Prometheus get.
+"""Render the Helm chart: deploy/k8s/NAME.yaml for each of its examples, and its copies of files of deploy/grafana.
 
     python tools/render_k8s.py            write what has changed
     python tools/render_k8s.py --check    change nothing; exit status 1 where something would be written
@@ -41,7 +41,8 @@ def wanted() -> dict[Path, str]:
     files = {CHART / "files" / name: (DEPLOY / "grafana" / name).read_text() for name in COPIED}
     for example in EXAMPLES:
         head = (
-            f"# helm template kvtier deploy/helm/kvtier --namespace kvtier --values deploy/helm/kvtier/examples/{example.name}\n"
+            "# helm template kvtier deploy/helm/kvtier --namespace kvtier --values deploy/helm/kvtier/examples/"
+            f"{example.name}\n"
             "# Written by tools/render_k8s.py: change the chart or the example instead.\n"
         )
         files[DEPLOY / "k8s" / example.name] = head + render(yaml.safe_load(example.read_text()))

@@ -19,7 +19,7 @@ EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 Object = dict[str, Any]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The chart does not take these values; the text is what a user reads."""
 
 
@@ -28,7 +28,7 @@ class Helm:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("helm_worker.py"))],
+            [sys.executable, str(Path(__file__).with_name("helm_worker.py")), str(ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -36,12 +36,12 @@ class Helm:
         self._rendered: dict[str, list[Object]] = {}
 
     def render(self, values: Object, release: str = "kvtier", namespace: str = "kvtier") -> list[Object]:
-        """Raises Refused where the chart does not take the values. Answers are kept: do not change them."""
+        """Raises RefusedError where the chart does not take the values. Answers are kept: do not change them."""
         asked = json.dumps({"values": values, "release": release, "namespace": namespace})
         if asked not in self._rendered:
             answer = self._ask(asked)
             if "error" in answer:
-                raise Refused(answer["error"])
+                raise RefusedError(answer["error"])
             self._rendered[asked] = [found for found in yaml.safe_load_all(answer["text"]) if found]
         return self._rendered[asked]
 

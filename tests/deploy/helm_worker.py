@@ -1,21 +1,21 @@
-"""Renders the chart for the tests, in a process of its own: Helm brings the Go runtime along, which is not for a process
-that forks and takes signals. A JSON object a line, ``{"values", "release", "namespace"}`` or ``{"lint": values}``; the
-answer's line is ``{"text"}``, ``{"error"}`` or ``{"messages"}``."""
+"""Renders the chart for the tests, in a process of its own: Helm brings the Go runtime along, which does not belong
+into a process that forks and takes signals.
+
+A JSON object a line, ``{"values", "release", "namespace"}`` or ``{"lint": values}``; the answer's line is ``{"text"}``,
+``{"error"}`` or ``{"messages"}``. Its argument is the project's folder."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    import render_k8s
     from helm_python.chart import lint
     from helm_python.errors import HelmError
+
+    from tools import render_k8s
 
     if "lint" in asked:
         return {"messages": lint(render_k8s.CHART, asked["lint"], strict=True, with_subcharts=True)["messages"]}
@@ -26,5 +26,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
