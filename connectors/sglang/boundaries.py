@@ -31,13 +31,17 @@ def is_beside(name: str) -> bool:
 
 class Beside:
     """The pages of one pool beside, for one request: `keys[i]` belongs to KV page i of its tail. window: how many of
-    them, up to the end of the prefix, must be there. Used on the scheduler's thread."""
+    them, up to the end of the prefix, must be there. spare: pin what else is in host memory, so that a shorter prefix
+    is ready where another rank lacks a page of the longest. Used on the scheduler's thread."""
 
-    def __init__(self, store: TieredStore, name: str, keys: Sequence[bytes], window: int) -> None:
+    def __init__(
+        self, store: TieredStore, name: str, keys: Sequence[bytes], window: int, *, spare: bool = False
+    ) -> None:
         self._store = store
         self._name = name
         self.keys = keys
         self.window = window
+        self._spare = spare
         self._asked: list[int] = []
         self._gone: set[int] = set()
         self.lookup: Lookup | None = None
@@ -56,22 +60,28 @@ class Beside:
         if self.lookup is not None:
             self._look_up(self._asked, deadline)
 
+    def fits(self, end: int) -> bool:
+        """Whether a prefix of `end` pages, more than none, may be complete here."""
+        return bool(self._possible(range(max(0, end - self.window), end)).all())
+
     def possible(self, pages: int) -> Bools:
         """Of the first `pages`, which are there or may be."""
+        return self._possible(range(pages))
+
+    def _possible(self, pages: range) -> Bools:
         self._note_gone()
-        _, may = self._store.may_have(self.keys[:pages])
+        _, may = self._store.may_have(self.keys[pages.start : pages.stop])
         found = np.array(may, dtype=np.bool_)
-        waited = self._waited()
-        found[[i for i in waited if i < pages]] = True
-        found[[i for i in self._gone if i < pages]] = False
+        found[[i - pages.start for i in self._waited() if i in pages]] = True
+        found[[i - pages.start for i in self._gone if i in pages]] = False
         return found
 
-    def ask(self, end: int, pages: int, deadline: float) -> None:
-        """Get what a prefix of `end` pages needs; pin what else of the first `pages` is in host memory, so that a
-        shorter one is ready where another rank lacks a page of this."""
-        here, _ = self._store.may_have(self.keys[:pages])
-        first = max(0, end - self.window)
-        wanted = [i for i in range(pages) if first <= i < end or (here[i] and i not in self._gone)]
+    def ask(self, end: int, deadline: float) -> None:
+        """Get what a prefix of `end` pages needs."""
+        wanted = list(range(max(0, end - self.window), end))
+        if self._spare and wanted:
+            here, _ = self._store.may_have(self.keys[: wanted[0]])
+            wanted = [i for i, there in enumerate(here) if there and i not in self._gone] + wanted
         if wanted != self._asked or self.lookup is None:
             self._look_up(wanted, deadline)
 
@@ -121,7 +131,7 @@ class Boundaries:
     def __init__(self, store: TieredStore, kv: Lookup, beside: Mapping[str, Beside]) -> None:
         """beside: by the name of the pool."""
         self._store = store
-        self._kv = kv
+        self.kv = kv
         self.beside = beside
         self._seen: tuple[object, ...] = ()
         self._lengths: list[int] = []
@@ -129,7 +139,7 @@ class Boundaries:
     @property
     def pending(self) -> bool:
         """Whether a page that may make the prefix longer is on its way, and in time."""
-        return self._kv.pending or any(pool.pending for pool in self.beside.values())
+        return self.kv.pending or any(pool.pending for pool in self.beside.values())
 
     @property
     def loading(self) -> bool:
@@ -139,7 +149,7 @@ class Boundaries:
     def restorable(self) -> list[int]:
         """Lengths in pages, ascending, of which every page is verified, in host memory and pinned."""
         for pool in self.beside.values():
-            pool.refresh(self._kv.deadline)
+            pool.refresh(self.kv.deadline)
         if self._state() != self._seen:
             self._ask()
             self._lengths = self._ready()
@@ -154,22 +164,28 @@ class Boundaries:
         return [length for length in self._ready() if length <= pages]
 
     def _state(self) -> tuple[object, ...]:
-        return (self._kv.ready_pages, len(self._kv.loading), *(pool.state for pool in self.beside.values()))
+        return (self.kv.ready_pages, len(self.kv.loading), *(pool.state for pool in self.beside.values()))
 
     def _ask(self) -> None:
         """Get what the longest prefix needs that may be complete, and give up what is behind it."""
-        reach = self._kv.reach
+        reach = self.kv.reach
+        end = self._longest(reach)
+        if end < reach:
+            self._store.cut(self.kv, end, MissReason.PARTIAL)
+        for pool in self.beside.values():
+            pool.ask(end, self.kv.deadline)
+
+    def _longest(self, reach: int) -> int:
+        """The longest prefix of at most `reach` pages that may be complete."""
+        if reach == 0 or all(pool.fits(reach) for pool in self.beside.values()):
+            return reach  # by far the most frequent answer
         fits = np.ones(reach, dtype=np.bool_)
         for pool in self.beside.values():
             fits &= complete(pool.possible(reach), pool.window)
-        end = int(fits.nonzero()[0][-1]) + 1 if fits.any() else 0
-        if end < reach:
-            self._store.cut(self._kv, end, MissReason.PARTIAL)
-        for pool in self.beside.values():
-            pool.ask(end, end, self._kv.deadline)
+        return int(fits.nonzero()[0][-1]) + 1 if fits.any() else 0
 
     def _ready(self) -> list[int]:
-        pages = self._kv.ready_pages
+        pages = self.kv.ready_pages
         fits = np.ones(pages, dtype=np.bool_)
         for pool in self.beside.values():
             fits &= complete(pool.ready(pages), pool.window)

@@ -50,9 +50,10 @@ class Prefix:
 class Prefixes:
     """Looks prefixes up in one store. Used on the scheduler's thread."""
 
-    def __init__(self, store: TieredStore, stored: Sequence[Stored]) -> None:
-        """stored: the KV pool first."""
+    def __init__(self, store: TieredStore, stored: Sequence[Stored], *, several: bool = False) -> None:
+        """stored: the KV pool first. several: ranks, which start with what all of them have."""
         self._store = store
+        self._several = several
         self._kv, self._beside = stored[0], {s.pool.name: s for s in stored[1:]}
 
     def look_up(self, rid: str, transfers: Sequence[Any], known: Prefix | None) -> Prefix:
@@ -81,7 +82,8 @@ class Prefixes:
         for name, stored in self._beside.items():
             # The engine asks for the pages that the longest prefix would need: their number is the window's.
             window = len(named[name].keys)
-            beside[name] = Beside(self._store, lookup_name(rid, name), stored.namespace.page_keys(digests), window)
+            keys = stored.namespace.page_keys(digests)
+            beside[name] = Beside(self._store, lookup_name(rid, name), keys, window, spare=self._several)
         return Boundaries(self._store, lookup, beside)
 
     def parts(self, prefix: Prefix, transfers: Sequence[Any]) -> list[Part] | None:

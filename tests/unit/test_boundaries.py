@@ -53,10 +53,10 @@ def below(store: TieredStore) -> None:
 
 @pytest.fixture
 def ask(store: TieredStore) -> Callable[..., Boundaries]:
-    def look_up(**windows: int) -> Boundaries:
+    def look_up(spare: bool = False, **windows: int) -> Boundaries:
         kv = store.lookup("r", [key_of("kv", n) for n in range(PAGES)])
         beside = {
-            name: Beside(store, lookup_name("r", name), [key_of(name, n) for n in range(PAGES)], window)
+            name: Beside(store, lookup_name("r", name), [key_of(name, n) for n in range(PAGES)], window, spare=spare)
             for name, window in windows.items()
         }
         return Boundaries(store, kv, beside)
@@ -74,12 +74,14 @@ def settle(store: TieredStore) -> dict[str, int]:
 
 def wait(store: TieredStore, boundaries: Boundaries) -> list[int]:
     for _ in range(20):
-        lengths = boundaries.restorable()
-        if not boundaries.pending:
-            return lengths
-        for pool in boundaries.beside.values():
-            if pool.lookup is not None:
-                store.wait(pool.lookup, 30.0)
+        boundaries.restorable()
+        if not boundaries.pending:  # what has arrived since may have opened the way to more
+            lengths = boundaries.restorable()
+            if not boundaries.pending:
+                return lengths
+        for lookup in (boundaries.kv, *(pool.lookup for pool in boundaries.beside.values())):
+            if lookup is not None:
+                store.wait(lookup, 30.0)
     raise AssertionError("pages are still on their way")
 
 
@@ -87,15 +89,27 @@ def test_a_window_that_lacks_a_page_ends_no_prefix(store: TieredStore, ask: Call
     put(store, "kv", *range(7))
     put(store, "swa", 0, 1, 2, 3, 5, 6)
     boundaries = ask(swa=3)
-    assert boundaries.restorable() == [1, 2, 3, 4] and not boundaries.pending
+    assert boundaries.restorable() == [4] and not boundaries.pending
     assert settle(store) == {"host": 4, "partial": 3, "absent": 1}
+
+
+def test_ranks_know_every_prefix_that_host_memory_has_all_of(
+    store: TieredStore, ask: Callable[..., Boundaries]
+) -> None:
+    put(store, "kv", *range(7))
+    put(store, "swa", 0, 1, 2, 3, 5, 6)
+    put(store, "state", 0, 2, 3, 6)
+    assert ask(swa=3, spare=True).restorable() == [1, 2, 3, 4]
+    store.settle("r")
+    store.settle(lookup_name("r", "swa"))
+    assert ask(swa=2, state=1, spare=True).restorable() == [1, 3, 4, 7]
 
 
 def test_a_prefix_ends_where_there_is_a_state(store: TieredStore, ask: Callable[..., Boundaries]) -> None:
     put(store, "kv", *range(6))
     put(store, "state", 1, 4, 7)
     put(store, "swa", *range(6))
-    boundaries = ask(state=1, swa=2)
+    boundaries = ask(state=1, swa=2, spare=True)
     assert boundaries.restorable() == [2, 5]
     state, swa = boundaries.beside["state"], boundaries.beside["swa"]
     assert state.take(1, 2) is not None and swa.take(0, 2) == [0, 1]
