@@ -213,7 +213,7 @@ def compact_kvzip(
     if recipe.selector == "head":
         if head_scores is None:
             raise ConfigError(
-                "selector = 'head': give a file with head scores (--head-scores), measured once per model"
+                "selector = 'head': give a file of `kvtier compact head-scores` with --head-scores"
             )
         scores = head_scores
     else:

@@ -105,6 +105,28 @@ def run(
     inspect(out, as_json=as_json)
 
 
+@app.command("head-scores")
+def head_scores(
+    model: Annotated[str, typer.Argument(help="A folder with the model and its tokenizer, or a known name.")],
+    text: Annotated[Path, typer.Argument(help="Any text of some thousand tokens, UTF-8, or a JSON list of token ids.")],
+    out: Annotated[Path, typer.Option(help="File to write; its name ends in .safetensors.")],
+    system_tokens: Annotated[int, typer.Option(help="First tokens of the text that are not scored.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Compute in: bf16, fp16, fp32, or auto (fp32 on a CPU).")] = "auto",
+) -> None:
+    """Measure, once for a model, which heads repeat what they read: for --selector head of any context."""
+    from kvtier.cli.compact_head_scores import measure
+
+    at_least(0, system_tokens=system_tokens)
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out {str(out)!r}: give a name that ends in .safetensors")
+    if dtype not in ("auto", "bf16", "fp16", "fp32"):
+        raise ConfigError(f"--dtype {dtype}: use auto, bf16, fp16 or fp32")
+    check_writable("--out", out.parent)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    layers, heads = measure(model, text, out, system_tokens=system_tokens, dtype=dtype)
+    sys.stdout.write(f"{out}: {layers} layers x {heads} KV heads\n")
+
+
 @app.command("inspect")
 def inspect(
     file: Annotated[Path, typer.Argument(help="A file of kvtier compact.")],

@@ -50,7 +50,7 @@ class Job:
         from kvtier.connectors.transformers.attention import family_of
         from kvtier.connectors.transformers.compaction import compacted, identity_of
 
-        model, tokenizer = self._load()
+        model, tokenizer = load_model(self.model, self.dtype)
         family = family_of(model)
         asked = Recipe(self.method, self.ratio, self.selector, self.seed, self.queries)
         recipe = compact_methods.complete(asked, family)
@@ -84,23 +84,25 @@ class Job:
         if kept is not None:
             kept.done()
 
-    def _load(self) -> tuple[Any, Any]:
-        import torch
-        import transformers
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = self.dtype if self.dtype != "auto" else ("bf16" if device == "cuda" else "fp32")
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[chosen]
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"MODEL {self.model!r} cannot be loaded: {str(e).splitlines()[0]}") from e
-        return model.eval().to(device), tokenizer
-
     def _key(self, weights: str, token_ids: list[int], recipe: Recipe, given: list[list[int]]) -> str:
         said = [weights, self.dtype, token_ids, recipe.encoded(), given, self.system_tokens]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def load_model(name: str, dtype: str) -> tuple[Any, Any]:
+    """A model, on the GPU where there is one, and its tokenizer. Raises ConfigError for one that cannot be had."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = dtype if dtype != "auto" else ("bf16" if device == "cuda" else "fp32")
+    numbers = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[chosen]
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=numbers)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"MODEL {name!r} cannot be loaded: {str(e).splitlines()[0]}") from e
+    return model.eval().to(device), tokenizer
 
 
 class Work:

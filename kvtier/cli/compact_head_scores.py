@@ -1,0 +1,44 @@
+"""The work of ``kvtier compact head-scores``: which heads of a model repeat what they read, measured once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+
+def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype: str) -> tuple[int, int]:
+    """Write the largest KVzip score of each head as `out`; the number of layers and of KV heads. Raises ConfigError for
+    a model whose cache has no KV heads to choose from."""
+    from rich.console import Console
+
+    from kvtier.cli.compact import import_torch, progress_bar
+    from kvtier.cli.compact_run import load_model, read_tokens
+
+    import_torch()
+    from safetensors.torch import save_file
+
+    from kvtier.compression.compaction.selection import head_scores_of
+    from kvtier.connectors.transformers import kvzip
+    from kvtier.connectors.transformers.attention import family_of
+    from kvtier.connectors.transformers.compaction import prefill
+
+    model, tokenizer = load_model(model_name, dtype)
+    family = family_of(model)
+    kvzip.check_selector(family, "head")
+    token_ids = read_tokens(text, tokenizer)
+    if system_tokens >= len(token_ids):
+        raise ConfigError(f"--system-tokens {system_tokens}: the text has {len(token_ids)} tokens")
+    with progress_bar(Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=label)
+
+        cache = prefill(model, token_ids, progress=show)
+        prompts = kvzip.repeat_prompts(tokenizer)
+        scores = kvzip.score_dense(family, cache, token_ids, prompts, system_tokens=system_tokens, progress=show)
+    # The first tokens attract every head, whatever it does.
+    per_head = head_scores_of(scores, kvzip.protected_positions(len(token_ids) - 1, system_tokens))
+    save_file({"scores": per_head.contiguous()}, out, metadata={"measured_on_tokens": str(len(token_ids))})
+    return int(per_head.shape[0]), int(per_head.shape[1])
