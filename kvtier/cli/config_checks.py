@@ -61,6 +61,12 @@ def remarks(config: BaseModel, block: Block, path: Path | None) -> Iterator[Rema
             yield from _redis(tier, place)
     if config.server is not None:
         yield from _server(config.server, config.tiers[0])
+        for option in ("record", "salt"):
+            if getattr(config, option):
+                text = "is of engines; kvtier serve, for which there is a block server, does not use it"
+                yield _warn(
+                    (option,), "***" if option == "salt" else str(config.record), text, "put it into their file"
+                )
     cores = os.cpu_count() or 1
     if config.workers > 2 * cores and "workers" in config.model_fields_set:
         yield _warn(("workers",), config.workers, f"this machine has {cores} cores", f"set workers to at most {cores}")

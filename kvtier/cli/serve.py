@@ -68,8 +68,8 @@ def serve(
 def _signals() -> socket.socket:
     """Where a byte arrives at SIGTERM and SIGINT.
 
-    Python's own handlers run in the main thread, when that wakes up; but the kernel gives a signal to any thread, one that
-    is just being started say, and a main thread that waits for a lock would then sleep on. Bytes wake it."""
+    Python's own handlers run in the main thread, when that wakes up; but the kernel gives a signal to any thread, one
+    that is just being started say, and a main thread that waits for a lock would then sleep on. Bytes wake it."""
     receives, sends = socket.socketpair()
     sends.setblocking(False)
     signal.set_wakeup_fd(sends.detach(), warn_on_full_buffer=False)

@@ -209,6 +209,7 @@ def test_what_a_process_would_refuse_is_refused_here(
         (block({**REDIS, "url": "rediss://127.0.0.1", "tls_check_hostname": False}), ["any certificate"]),
         (block(server={"listen": ["unix:/s"], "max_value": "5GiB"}), ["refused all the same"]),
         (block(workers=64), ["cores"]),
+        (block(server={"listen": ["unix:/s"]}, record="/r"), ["'record' = '/r'", "is of engines"]),
         ("tiers: []\ntiers: [{type: host, capacity: 1GiB}]\n", ["given twice", "the last one counts"]),
     ],
 )
