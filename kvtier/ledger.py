@@ -141,7 +141,7 @@ class Ledger(Collector):
         for tier in tiers:
             for op in ("get", "put"):
                 self._tier_seconds.labels(tier, op)
-        for call in ("step", "lookup", "load", "offload"):
+        for call in ("waiting", "lookup", "load", "offload"):
             self._engine_seconds.labels(call)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
@@ -231,8 +231,8 @@ class Ledger(Collector):
         self._tier_seconds.labels(tier, op).observe(seconds)
 
     def time_engine(self, call: str, seconds: float) -> None:
-        """Time spent on the engine's own thread in `call`: lookup, load or offload; step: all that one scheduling step
-        takes before it builds its batch, first lookups included."""
+        """Time spent on the engine's own thread in `call`: lookup, load or offload; waiting: to choose, in each step,
+        which requests wait."""
         self._engine_seconds.labels(call).observe(seconds)
 
     def sampled(self, layer: int, role: str, relative_error: float) -> None:

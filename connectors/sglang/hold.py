@@ -27,7 +27,7 @@ _LOAD_FAILED = "External KV cache load failed"
 
 _IDLE_S = 0.0005
 """Pause of a scheduler that has nothing but held requests: its loop would spin and starve the promoting threads."""
-STEP_PAGES = 384
+STEP_PAGES = 256
 """Pages that are looked up for the first time in one scheduling step, of all requests together: half a millisecond of
 the scheduler's thread. Counted and not timed, because ranks must do the same. One request is always looked up whole."""
 _REQUEST_PAGES = 20
@@ -114,11 +114,11 @@ def build_batch(
 
 def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[int]:
     """Which requests of the queue, by their ids, are to be left out of this step."""
-    begin = time.perf_counter()
     _look_up_new(linker, scheduler, queue)
+    begin = time.perf_counter()
     linker.agree(req.rid for req in queue)
     held = {id(req) for req in queue if linker.waits(req.rid)}
-    linker.ledger.time_engine("step", time.perf_counter() - begin)
+    linker.ledger.time_engine("waiting", time.perf_counter() - begin)
     return held
 
 
