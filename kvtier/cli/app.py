@@ -15,6 +15,7 @@ from kvtier.cli import (
     demo,
     doctor,
     eval_cold_page,
+    eval_compaction,
     eval_lossless,
     eval_round_trip,
     eval_triattention,
@@ -67,4 +68,5 @@ evaluations.command("cold-page")(eval_cold_page.evaluate)
 evaluations.command("round-trip")(eval_round_trip.evaluate)
 evaluations.command("lossless")(eval_lossless.evaluate)
 evaluations.command("triattention")(eval_triattention.evaluate)
+evaluations.command("compaction")(eval_compaction.evaluate)
 app.add_typer(evaluations, name="eval")

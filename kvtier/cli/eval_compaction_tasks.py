@@ -65,7 +65,7 @@ def make(name: str, run: int, questions: int) -> Task:
 
 def _lookup(run: int, questions: int) -> Task:
     rng = random.Random(f"lookup {run}")
-    names = rng.sample(_NAMES, 20)
+    names = rng.sample(_NAMES, 13)
     codes = [f"{n}" for n in rng.sample(range(1000, 10000), len(names))]
     cities = [rng.choice(_CITIES) for _ in names]
     lines = [
@@ -95,7 +95,7 @@ def commands_used() -> list[str]:
 def _tools(run: int, questions: int) -> Task:
     rng = random.Random(f"tools {run}")
     names = [f"{colour}_{animal}" for colour in _COLOURS for animal in _ANIMALS]
-    commands = commands_used()
+    commands = rng.sample(commands_used(), 8)
     tools = dict(zip(commands, rng.sample(names, len(commands)), strict=True))
     rng.shuffle(commands)
     lines = [
@@ -137,8 +137,8 @@ def _flush(prompts: list[str]) -> tuple[str, list[Question]]:
     text = next(p for p in prompts if "execute_sql_flush" in p)
     description = _between(text, "<pr_description>", "<instructions>")
     tail = text[text.rindex("</instructions>") + len("</instructions>") :].strip()
-    rules = _between(text, "## Important Boundaries", "## Command Execution")
-    context = f"{description}\n\n{rules}\n\n{tail}"
+    rules = _between(text, "## Important Boundaries", "2. Create a script")
+    context = f"{description}\n\n{rules}\n\n{tail[:110]}"
     return context, [
         Question(
             "Which method's signature is to be simplified?",
@@ -188,8 +188,7 @@ def _flush(prompts: list[str]) -> tuple[str, list[Question]]:
 def _numpy(prompts: list[str]) -> tuple[str, list[Question]]:
     text = next(p for p in prompts if "FutureWarning" in p)
     description = _between(text, "<pr_description>", "<instructions>")
-    rules = _between(text, "## Important Boundaries", "## Command Execution")
-    context = f"{description}\n\n{rules}"
+    context = description
     return context, [
         Question(
             "Which version of astroid is used?", "The version is", " 2.12.13", (" 2.14.10", " 3.10.12", " 1.24.13")
@@ -229,7 +228,7 @@ def _installed(prompts: list[str]) -> str:
 
 def _collecting(prompts: list[str]) -> tuple[str, list[Question]]:
     whole = _installed(prompts)
-    context = whole[: whole.index("Downloading pylint-3.3.9-py3-none-any.whl (")].strip()
+    context = whole[: whole.index("Requirement already satisfied")].strip()
     found = dict(re.findall(r"Downloading ([a-z_]+)-([\d.]+)-py3", context))
     asked = [
         Question(
@@ -245,7 +244,8 @@ def _collecting(prompts: list[str]) -> tuple[str, list[Question]]:
 
 def _downloading(prompts: list[str]) -> tuple[str, list[Question]]:
     whole = _installed(prompts)
-    context = whole[whole.index("Downloading pylint-3.3.9-py3-none-any.whl (") :].strip()
+    start = whole.index("Downloading pylint-3.3.9-py3-none-any.whl (")
+    context = whole[start : whole.index("Attempting uninstall")].strip()
     sizes = re.findall(r"Downloading ([a-z_]+)-[\d.]+-py3-none-any\.whl \((\d+\.?\d*) kB\)", context)
     asked = []
     for k, (name, size) in enumerate(sizes[:8]):

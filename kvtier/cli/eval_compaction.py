@@ -1,0 +1,122 @@
+"""``kvtier eval compaction``: what a compacted context costs in answers and saves in bytes, method by method."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.eval_compaction_tasks import RUNS_MAX, TASKS
+from kvtier.cli.eval_compaction_units import Plan, chosen, collect, numbers, spread, work
+from kvtier.cli.options import at_least, at_most, check_writable
+from kvtier.errors import ConfigError
+
+METHODS = ("kvzip", "kvzip_uniform", "hak", "omp", "oracle", "random", "recent")
+USUAL = ("random", "recent", "kvzip", "hak", "omp", "oracle")
+JSON_KEYS = ("method", "ratio", "nll", "accuracy", "tokens_removed", "bytes_removed", "seconds", "memory_bytes")
+SELECTOR_KEYS = ("selector", "mean_coverage", "min_coverage", "seconds")
+
+
+def evaluate(
+    selectors: Annotated[
+        bool, typer.Option("--selectors", help="Coverage of the sparse selectors on a tiny random GlmMoeDsa instead.")
+    ] = False,
+    model: Annotated[Path | None, typer.Option(help="Folder of a model; by default SmolLM2-135M-Instruct.")] = None,
+    tasks: Annotated[str, typer.Option(help=f"Any of {', '.join(TASKS)}.")] = ",".join(TASKS),
+    methods: Annotated[str, typer.Option(help=f"Any of {', '.join(METHODS)}.")] = ",".join(USUAL),
+    ratios: Annotated[str, typer.Option(help="Shares of tokens removed.")] = "0.1,0.5,0.8,0.9,0.95",
+    runs: Annotated[int, typer.Option(help="Contexts per task.")] = 4,
+    questions: Annotated[int, typer.Option(help="Questions per context.")] = 6,
+    processes: Annotated[int, typer.Option(help="Processes that share the work and the cores.")] = 2,
+    work_folder: Annotated[
+        Path | None, typer.Option("--work", help="Folder in which finished pieces are kept; a stopped run goes on.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for compaction.md and its plots; measures the sparse tables as well.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Answers from compacted contexts against ratio: NLL, accuracy, tokens and bytes removed, time and memory."""
+    at_least(1, runs=runs, questions=questions, processes=processes)
+    at_most(RUNS_MAX, runs=runs)
+    if report is not None:
+        check_writable("--report", report)
+    if work_folder is not None:
+        check_writable("--work", work_folder)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    plan = Plan(
+        "" if model is None else str(model),
+        chosen("--tasks", tasks, TASKS),
+        runs,
+        chosen("--methods", methods, METHODS),
+        numbers("--ratios", ratios),
+        questions,
+    )
+    if part is not None:
+        if work_folder is None:
+            raise ConfigError("--part belongs to --work")
+        number, _, total = part.partition("/")
+        work(plan, work_folder, int(number), int(total))
+        return
+    if selectors:
+        _selectors(as_json)
+        return
+    if work_folder is not None:
+        _measure(plan, work_folder, processes, report, as_json)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvtier-compaction-") as folder:
+        _measure(plan, Path(folder), processes, report, as_json)
+
+
+def _selectors(as_json: bool) -> None:
+    from kvtier.cli.eval_compaction_sparse import coverage_table
+
+    rows = coverage_table()
+    if as_json:
+        sys.stdout.write(json.dumps([{key: row[key] for key in SELECTOR_KEYS} for row in rows]) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*SELECTOR_KEYS, title="30 % removed, one set per group of layers, tiny random GlmMoeDsa")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in SELECTOR_KEYS))
+    Console().print(table)
+
+
+def _measure(plan: Plan, folder: Path, processes: int, report: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from kvtier.cli.compact import progress_bar
+    from kvtier.cli.demo_model import ensure_model
+    from kvtier.cli.eval_compaction_report import records, write
+
+    console = Console(stderr=True)
+    if not plan.model:
+        ensure_model(console=console)  # once, before several processes would
+    with progress_bar(console) as bar:
+        task = bar.add_task("measuring", total=None)
+        spread(plan, folder, processes, lambda done, total: bar.update(task, completed=done, total=total))
+    measured = collect(plan, folder)
+    rows = records(measured)
+    if report is not None:
+        from kvtier.cli.eval_compaction_sparse import coverage_table, error_table
+
+        with console.status("selectors and fits on a tiny GlmMoeDsa"):
+            write(measured, coverage_table(), error_table(), plan, report)
+    if as_json:
+        sys.stdout.write(json.dumps([{key: row[key] for key in JSON_KEYS} for row in rows]) + "\n")
+        return
+    from rich.table import Table
+
+    shown = ("method", "ratio", "nll", "nll_spread", "accuracy", "accuracy_spread", *JSON_KEYS[4:])
+    table = Table(*shown, title="answers from compacted contexts")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in shown))
+    Console().print(table)

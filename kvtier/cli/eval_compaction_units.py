@@ -1,0 +1,162 @@
+"""The measurement as pieces that are kept: one file per task, run and method, so that a run that was stopped goes on,
+and several processes share the work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.errors import KVTierError
+
+if TYPE_CHECKING:
+    from kvtier.cli.eval_compaction_run import Measured
+
+
+class MeasurementError(KVTierError, RuntimeError):
+    """A process of the measurement failed. The message says which, and its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured. model: a folder, or empty for the demo's model."""
+
+    model: str
+    tasks: tuple[str, ...]
+    runs: int
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...]
+    questions: int
+
+    def units(self) -> list[Unit]:
+        """Every piece, the whole context first; those of one task and run lie apart, so that a measurement that was
+        stopped has something of each."""
+        return [
+            Unit(task, run, method)
+            for run in range(self.runs)
+            for task in self.tasks
+            for method in ("full", *self.methods)
+        ]
+
+    def file(self, folder: Path, unit: Unit) -> Path:
+        """Where a piece is kept. Its name changes with everything that its figures depend on."""
+        said = json.dumps([self.model, self.questions, self.ratios if unit.method != "full" else []])
+        mark = hashlib.sha256(said.encode()).hexdigest()[:8]
+        return folder / f"{unit.task}-{unit.run}-{unit.method}-{mark}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    task: str
+    run: int
+    method: str
+
+
+def work(plan: Plan, folder: Path, part: int, parts: int) -> None:
+    """Measure the pieces that are not there yet, in this process: every `parts`-th of them, `part` first, and then
+    what others have not begun."""
+    import torch
+
+    from kvtier.cli.eval_compaction_run import Bench, measure
+    from kvtier.cli.eval_compaction_tasks import make
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // parts))
+    bench: Bench | None = None
+    units = plan.units()
+    for unit in units[part::parts] + units:
+        path = plan.file(folder, unit)
+        if path.exists() or not _claim(path):
+            continue
+        bench = bench or Bench.load(Path(plan.model) if plan.model else None)
+        task = make(unit.task, unit.run, plan.questions)
+        found = measure(bench, task, unit.method, plan.ratios, seed=unit.run)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps([asdict(m) for m in found]) + "\n")
+        new.replace(path)
+
+
+def _claim(path: Path) -> bool:
+    """Whether nobody else of this run has begun the piece."""
+    try:
+        path.with_suffix(f".claim{os.getppid()}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], None]) -> None:
+    """Have `processes` processes do the work; returns when all of it is there. Raises MeasurementError."""
+    command = [sys.executable, "-m", "kvtier.cli", "eval", "compaction", "--work", str(folder)]
+    command += ["--tasks", ",".join(plan.tasks), "--runs", str(plan.runs), "--questions", str(plan.questions)]
+    command += ["--methods", ",".join(plan.methods), "--ratios", ",".join(str(r) for r in plan.ratios)]
+    command += ["--model", plan.model] if plan.model else []
+    env = {
+        "OMP_WAIT_POLICY": "passive",
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+    }
+    files = [plan.file(folder, unit) for unit in plan.units()]
+    logs = [folder / f"process-{n}.log" for n in range(processes)]
+    children = []
+    try:
+        for n, log in enumerate(logs):
+            with log.open("wb") as out:
+                part = ["--part", f"{n}/{processes}"]
+                children.append(subprocess.Popen([*command, *part], env=env, stdout=out, stderr=out))
+        while any(child.poll() is None for child in children):
+            tell(sum(file.exists() for file in files), len(files))
+            time.sleep(0.5)
+        tell(sum(file.exists() for file in files), len(files))
+        for n, child in enumerate(children):
+            if child.returncode:
+                last = logs[n].read_text(errors="replace").strip().splitlines()[-3:]
+                raise MeasurementError(
+                    f"process {n} of the measurement ended with {child.returncode}: {' | '.join(last)}"
+                )
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+            child.wait(30)
+        for claim in folder.glob(f"*.claim{os.getpid()}"):
+            claim.unlink(missing_ok=True)
+
+
+def collect(plan: Plan, folder: Path) -> list[Measured]:
+    """Everything of `plan` that is in `folder`."""
+    from kvtier.cli.eval_compaction_run import Measured
+
+    files = [path for path in (plan.file(folder, unit) for unit in plan.units()) if path.exists()]
+    rows = [row for path in files for row in json.loads(path.read_text())]
+    return [Measured(**{**row, "nll": tuple(row["nll"]), "right": tuple(row["right"])}) for row in rows]
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Ratios of an option."""
+    from kvtier.errors import ConfigError
+
+    try:
+        found = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or not all(0.0 < ratio < 1.0 for ratio in found):
+        raise ConfigError(f"{option} {text}: give shares between 0 and 1, with commas between")
+    return found
+
+
+def chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Names of an option, each one of `known`."""
+    from kvtier.errors import ConfigError
+
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{option} {text}: {name!r} is unknown; use any of {', '.join(known)}")
+    return names
