@@ -152,8 +152,8 @@ class Boundaries:
             pool.refresh(self.kv.deadline)
         if self._state() != self._seen:
             self._ask()
+            self._seen = self._state()  # before it is used: what arrives in between is seen next time
             self._lengths = self._ready()
-            self._seen = self._state()
         return self._lengths
 
     def freeze(self, pages: int) -> list[int]:
