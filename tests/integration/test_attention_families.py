@@ -369,6 +369,18 @@ def test_masked_rows_are_as_good_as_gone(name: str, topk: int) -> None:
     assert (hidden - plain).abs().max() > 1e-3
 
 
+def test_index_groups_of_a_model_with_78_layers() -> None:
+    """Layers 0, 1, 2, 6, 10 ... 74 run an indexer, the others reuse the choice before them."""
+    shape = {**MLA, **INDEXER, "num_hidden_layers": 78, "first_k_dense_replace": 78}
+    config = transformers.GlmMoeDsaConfig(**shape, index_topk_freq=4, index_skip_topk_offset=3)
+    with torch.device("meta"):
+        family = family_of(transformers.GlmMoeDsaForCausalLM(config))
+    assert isinstance(family, SparseFamily)
+    groups = family.geometry.index_groups
+    assert groups == ((0,), (1,), *(tuple(range(n, n + 4)) for n in range(2, 78, 4))) and len(groups) == 21
+    assert family.leader_of(77) == 74 and family.geometry.index_topk == INDEXER["index_topk"]
+
+
 def test_layers_of_a_group_must_evict_the_same_rows() -> None:
     family = family_of(tiny("glm_moe_dsa"))
     assert isinstance(family, SparseFamily)
