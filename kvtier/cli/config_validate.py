@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,11 @@ def validate(
 def examine(file: str) -> Iterator[Said]:
     """Everything there is to say about one file, in the order of its lines."""
     from kvtier.cli.config_sources import read_source
-    from kvtier.cli.doctor_line import refused
 
     try:
         source = read_source(file)
     except ConfigError as error:
-        yield Said(file, 0, "", None, refused(file, error))
+        yield Said(file, 0, "", None, _refused(file, str(error)))
         return
     said = [*_own(source), *(one for block in source.blocks for one in _block(source, block))]
     yield from sorted(said, key=lambda one: one.line)
@@ -81,10 +81,10 @@ def examine(file: str) -> Iterator[Said]:
 
 def _own(source: Source) -> Iterator[Said]:
     """What is wrong with the file around its blocks."""
-    from kvtier.cli.doctor_line import refused, warning
+    from kvtier.cli.doctor_line import warning
 
     for mistake in source.mistakes:
-        yield _said(source, mistake.place, mistake.option, mistake.value, lambda at, m=mistake: refused(at, m.text))
+        yield _said(source, mistake.place, mistake.option, mistake.value, lambda at, m=mistake: _refused(at, m.text))
     for name, line in source.twice:
         at = f"{source.path}:{line}"
         yield Said(
@@ -98,12 +98,12 @@ def _own(source: Source) -> Iterator[Said]:
 
 def _block(source: Source, block: Block) -> Iterator[Said]:
     from kvtier.cli.config_checks import remarks
-    from kvtier.cli.doctor_line import Finding, State, good, refused
+    from kvtier.cli.doctor_line import Finding, State, good
 
     config, mistakes = block.read()
     for mistake in mistakes:
         place = (*block.place, *mistake.place)
-        yield _said(source, place, mistake.option, mistake.value, lambda at, m=mistake: refused(at, m.text))
+        yield _said(source, place, mistake.option, mistake.value, lambda at, m=mistake: _refused(at, m.text))
     if config is None:
         return
     worst = State.GOOD
@@ -113,7 +113,7 @@ def _block(source: Source, block: Block) -> Iterator[Said]:
 
         def finding(at: str, r: Any = remark, s: State = state) -> Finding:
             return (
-                Finding(at, s, f"option {r.option!r} = {r.value!r} {r.text}", r.fix) if r.fix else refused(at, r.text)
+                Finding(at, s, f"option {r.option!r} = {r.value!r} {r.text}", r.fix) if r.fix else _refused(at, r.text)
             )
 
         yield _said(source, (*block.place, *remark.place), remark.option, remark.value, finding)
@@ -127,3 +127,19 @@ def _block(source: Source, block: Block) -> Iterator[Said]:
 def _said(source: Source, place: tuple[Any, ...], option: str, value: Any, finding: Any) -> Said:
     line = source.line(place)
     return Said(source.path, line, option, value, finding(f"{source.path}:{line}" if line else source.path))
+
+
+def _refused(at: str, text: str) -> Finding:
+    """A mistake; its text says what the value should be, which is the way out."""
+    from kvtier.cli.doctor_line import State, bad, refused
+
+    found = refused(at, text)
+    match = re.search(r": (?:Input should be|must be) (?=\S)(.+)$", text)
+    if found.state is not State.BAD or found.fix != "see the text" or match is None:
+        return found
+    value = match[1].removeprefix("a valid ").split(", unable to parse")[0]
+    return bad(
+        at,
+        text[: match.start()],
+        f"give {'a value ' if value.startswith(('greater', 'less', 'larger')) else ''}{value}",
+    )

@@ -23,7 +23,7 @@ from kvtier.abc.tier import (
 from kvtier.build import redis_options
 from kvtier.cli.doctor_line import Finding, bad, good, nothing, refused, size, warning
 from kvtier.config import Config, RedisTierConfig, ServerConfig
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import checksum
 
 if TYPE_CHECKING:
@@ -198,16 +198,14 @@ def check_http(config: Config) -> Iterator[Finding]:
     if config.http is None:
         yield nothing("metrics", "no http block: nobody sees hits, misses and errors")
         return
+    from kvtier.server.http import TOKEN_VARIABLE, HttpOptions
+
     token = config.http.token_file
-    if not _is_local(config.http.host):
-        if not config.http.allow_remote:
-            yield bad(
-                "metrics", f"host {config.http.host} is no loopback address", "set allow_remote, or host 127.0.0.1"
-            )
-            return
-        if token is None and not os.environ.get("KVTIER_HTTP_TOKEN"):
-            yield bad("metrics", "reachable from other machines without a token", "set token_file or KVTIER_HTTP_TOKEN")
-            return
+    try:
+        HttpOptions.of(config.http).check_exposure(token is not None or bool(os.environ.get(TOKEN_VARIABLE)))
+    except ConfigError as error:
+        yield refused("metrics", error)
+        return
     if token is not None and not os.access(token, os.R_OK):
         yield bad("metrics", f"token_file {token} cannot be read", f"make {token} readable for user {os.geteuid()}")
         return

@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
-from .chart import Helm
+from kvtier.cli.config_validate import examine
+from kvtier.cli.doctor_line import State
+from kvtier.config import load_config
+
+from .chart import ALL_VALUES, Helm
 from .pod import ROOT, Namespaces, Pod, opened, programs, wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
@@ -297,6 +301,21 @@ def test_a_nodes_server_is_replaced_while_two_engines_work(folder: Path, helm: H
                 engine.stop()
             assert new.terminate("cache")[0] == 0
     assert (node / "d0" / "kvtier-kvtier" / "server").is_dir() and (node / "d1" / "kvtier-kvtier" / "server").is_dir()
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_rendered_configurations_are_valid(name: str, helm: Helm, tmp_path: Path) -> None:
+    """As ``kvtier config validate`` sees them, on a machine that has neither their secrets nor their sizes."""
+    seen = 0
+    for found in helm.render(ALL_VALUES[name]):
+        for file, text in found.get("data", {}).items() if found["kind"] == "ConfigMap" else ():
+            if file in ("server.yaml", "engine.yaml"):
+                (tmp_path / file).write_text(text)
+                said = [*examine(str(tmp_path / file))]
+                assert not [one for one in said if one.finding.state is State.BAD], said
+                assert (load_config(tmp_path / file).server is not None) is (file == "server.yaml")
+                seen += 1
+    assert seen
 
 
 def test_programs_are_named_once() -> None:

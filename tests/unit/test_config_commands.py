@@ -190,6 +190,25 @@ def test_what_a_process_would_refuse_is_refused_here(
 
 
 @pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        (block(workers=0), "'workers' = 0 -> give a value greater than or equal to 1"),
+        (block(workers="2"), "'workers' = '2' -> give integer"),
+        (block(priority="top"), "-> give 'low', 'normal' or 'high'"),
+        (block(http={"port": 70000}), "-> give a value less than or equal to 65535"),
+        (block({**NVME, "capacity": "lots"}), "'lots' -> give a size such as 64GiB or 400GB"),
+        (block(lease="soon"), "'soon' -> give a time such as 500ms, 2s or 1d"),
+        (block(server=5), "'server' = 5 -> give a mapping of options"),
+        ({"tiers": [NVME]}, "-> put {type: host"),
+        ({"tiers": [HOST, {"type": "tape"}]}, "'host', 'nvme'"),
+    ],
+)
+def test_each_has_its_way_out(options: Any, way_out: str, run: Run, write: Callable[..., str]) -> None:
+    code, out, _ = run("validate", write(options))
+    assert code == 1 and way_out in out
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tiers": [{"type": "host", "capacity": "100GiB"}]}, ["100GiB", "64.0 GiB"]),
