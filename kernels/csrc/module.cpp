@@ -19,6 +19,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvtier;
 
+void bind_box_fit(nb::module_& m);
 void bind_ghosts(nb::module_& m);
 void bind_planes(nb::module_& m);
 void bind_replay(nb::module_& m);
@@ -254,6 +255,7 @@ NB_MODULE(_native, m) {
   m.def("isas", &available_isas, "Instruction sets that can be used here, fastest first");
   m.def("isa", [] { return std::string(row_kernels().name); });
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
+  bind_box_fit(m);
   bind_ghosts(m);
   bind_replay(m);
   bind_planes(m);

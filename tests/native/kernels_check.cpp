@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../kernels/csrc/box_fit.h"
 #include "../../kernels/csrc/coverage.h"
 #include "../../kernels/csrc/flat.h"
 #include "../../kernels/csrc/pages.h"
@@ -214,12 +215,63 @@ int coverage_failures() {
   return failures;
 }
 
+// Weights fitted within a box, columns added a few at a time, some empty and some twice: no weight may be able to lower
+// the residual by moving. (Not in the digest: it rests on tolerances.)
+int box_fit_failures() {
+  int failures = 0;
+  Random random{11};
+  for (const auto& [rows, columns] : {std::pair<size_t, size_t>{5, 1}, {9, 14}, {60, 40}, {30, 64}}) {
+    std::vector<double> e(rows * columns), m(rows), gram(columns * columns), rhs(columns), w(columns);
+    for (size_t q = 0; q < rows; ++q) {
+      for (size_t j = 0; j < columns; ++j)
+        e[q * columns + j] = j % 7 == 5 ? 0.0 : j % 7 == 6 ? e[q * columns + j - 2] : double(random.next() >> 40) * 0x1p-24;
+      m[q] = 4 * double(random.next() >> 40) * 0x1p-24;
+    }
+    double norm = 0;
+    for (size_t q = 0; q < rows; ++q) {
+      norm += m[q] * m[q];
+      for (size_t i = 0; i < columns; ++i) {
+        rhs[i] += e[q * columns + i] * m[q];
+        for (size_t j = 0; j < columns; ++j) gram[i * columns + j] += e[q * columns + i] * e[q * columns + j];
+      }
+    }
+    const double lower = 0.05, upper = 1.5;
+    BoxFit fit(lower, upper, columns);
+    for (size_t done = 0; done < columns;) {
+      const size_t count = std::min<size_t>(3, columns - done), width = done + count;
+      std::vector<double> part(count * width), right(rhs.begin() + std::ptrdiff_t(done), rhs.begin() + std::ptrdiff_t(width));
+      for (size_t k = 0; k < count; ++k)
+        for (size_t i = 0; i < width; ++i) part[k * width + i] = gram[(done + k) * columns + i];
+      fit.extend(part.data(), right.data(), std::vector<double>(count, done % 2 ? 1.0 : 0.0).data(), count);
+      failures += !fit.solve(std::sqrt(norm));
+      std::vector<double> got(width);
+      fit.weights(got.data());
+      for (size_t i = 0; i < width; ++i) {
+        if (gram[i * columns + i] == 0) {
+          failures += got[i] != 1.0;
+          continue;
+        }
+        double slope = -rhs[i];
+        for (size_t j = 0; j < width; ++j) slope += gram[i * columns + j] * got[j];
+        const double flat = 1e-7 * norm;
+        failures += got[i] < lower || got[i] > upper || (got[i] > lower && slope > flat) || (got[i] < upper && slope < -flat);
+      }
+      done = width;
+    }
+  }
+  return failures;
+}
+
 }  // namespace
 
 int main() {
   uint64_t seed = 0;
   int failures = coverage_failures();
   if (failures) std::printf("%d positions chosen by coverage differ\n", failures);
+  if (const int wrong = box_fit_failures()) {
+    std::printf("%d fitted weights are wrong\n", wrong);
+    failures += wrong;
+  }
   for (const Case& c : cases()) {
     const Result expected = run(c, "scalar");
     uint8_t digest[16];

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 sources=$here/../../kernels/csrc
 build=${1:?usage: run.sh FOLDER [native|aarch64|all]}
 which=${2:-all}
-kernels=(coverage dispatch forms forms_avx2 forms_avx512 forms_scalar pages rows_avx2 rows_scalar tables xxh3)
+kernels=(box_fit coverage dispatch forms forms_avx2 forms_avx512 forms_scalar pages rows_avx2 rows_scalar tables xxh3)
 flags=(-std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi)
 
 # compile COMPILER NAME FLAGS...

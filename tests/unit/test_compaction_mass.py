@@ -108,8 +108,10 @@ def test_heads_are_solved_apart() -> None:
 def test_certificate_bounds_the_excess() -> None:
     for seed in range(20):
         e, m = problem("attention", seed)
-        for share in (1.0, 1e-4):
-            fit = solve_box(*normal_equations(e, m), OMP_BOX, share=share)
+        for fit in (
+            solve_box(*normal_equations(e, m), OMP_BOX),
+            mass._judge(*normal_equations(e, m), torch.ones(1, e.shape[1], dtype=torch.float64), OMP_BOX),
+        ):
             best = 2 * optimize.lsq_linear(e.numpy(), m.numpy(), (OMP_BOX.lower, OMP_BOX.upper), method="bvls").cost
             above = residual(e, m, fit.weights[0]) ** 2 - best
             assert above <= float(fit.excess[0]) * residual(e, m, fit.weights[0]) ** 2 + 1e-10 * float(m @ m)

@@ -1,9 +1,10 @@
 """Weights that let a few keys carry the attention mass of many: least squares within a box, on Gram matrices.
 
 ``min |E w - m|^2`` for ``lower <= w <= upper`` is solved on ``G = E^T E`` and ``c = E^T m``, which are collected row by
-row, so that E (queries x keys) never exists. The solver is projected Newton (Bertsekas 1982) in fp64: it starts from a
-solution at hand, which is what greedy selection needs and scipy's solvers do not offer. Each of its answers carries a
-duality gap; one whose residual might be more than 1 % above the smallest is handed to scipy.
+row, so that E (queries x keys) never exists. The solver is an active set (Lawson and Hanson 1974, with upper bounds) in
+the native core, fp64: its problem grows by columns and goes on from the weights and the factor at hand, which is what
+greedy selection needs and scipy's solvers do not offer. Each of its answers carries a duality gap; one whose residual
+might be more than 1 % above the smallest is handed to scipy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import FitError, missing_extra
+from kvtier.kernels import _native
 
 try:
     from scipy.optimize import lsq_linear
@@ -26,8 +28,6 @@ _GAP_SHARE = 1.0 - RESIDUAL_FACTOR**-2
 """The same as a share of the squared residual that may be above the optimum."""
 _NEGLIGIBLE = 1e-12
 """Squared residuals below this share of |m|^2 are zero for every purpose here, and near fp64's end on a Gram matrix."""
-_ITERATIONS = 60
-_HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,84 +82,41 @@ def fit_mass(
 
 
 def solve_box(
-    gram: torch.Tensor,
-    rhs: torch.Tensor,
-    norm: torch.Tensor,
-    box: Box,
-    start: torch.Tensor | None = None,
-    *,
-    share: float = _GAP_SHARE / 100,
+    gram: torch.Tensor, rhs: torch.Tensor, norm: torch.Tensor, box: Box, start: torch.Tensor | None = None
 ) -> MassFit:
-    """Projected Newton for all heads at once, until the gap is at most `share` of the squared residual. Arguments as
-    in `fit_mass`; `fit.certified` tells where it got there."""
+    """The native solver for all heads. Arguments as in `fit_mass`; `certified` tells where it is known to be right."""
     heads, size = rhs.shape
-    # Unit diagonal: weights then have comparable effects, and a jitter is relative.
-    diagonal = torch.diagonal(gram, dim1=1, dim2=2)
-    live = diagonal > torch.finfo(gram.dtype).tiny
-    scale = torch.where(live, diagonal, torch.ones_like(diagonal)).rsqrt()
-    g = gram * scale[:, :, None] * scale[:, None, :]
-    c = rhs * scale
-    lower, upper = box.lower / scale, box.upper / scale
-    # A key that no query sees takes any weight: 1, no bias.
-    w = (torch.ones_like(rhs) if start is None else start.to(rhs.dtype)) / scale
-    w = torch.minimum(torch.maximum(w, lower), upper)
-    eye = torch.eye(size, dtype=g.dtype, device=g.device)
-    active = torch.ones(heads, dtype=torch.bool, device=g.device)
-    for _ in range(_ITERATIONS):
-        gradient = torch.einsum("hij,hj->hi", g, w) - c
-        squared = (w * (gradient - c)).sum(1) + norm
-        gap = _gap(gradient, w, lower, upper)
-        active = gap > torch.maximum(share * squared / 2, _NEGLIGIBLE / 2 * norm)
-        if not bool(active.any()):
-            break
-        bound = ((w <= lower) & (gradient > 0)) | ((w >= upper) & (gradient < 0)) | ~live
-        free = ~bound
-        matrix = torch.where(free[:, :, None] & free[:, None, :], g, eye)
-        step = -torch.cholesky_solve((gradient * free)[..., None], _cholesky(matrix, eye))[..., 0] * free
-        w = torch.where(active[:, None], _search(g, gradient, w, step, lower, upper), w)
-    return _judge(gram, rhs, norm, w * scale, box)
+    weights = torch.empty(heads, size, dtype=torch.float64)
+    begin = torch.ones_like(rhs) if start is None else start
+    for head in range(heads):
+        growing = GrowingFit(box, size)
+        growing.extend(gram[head], rhs[head], begin[head])
+        weights[head] = growing.solve(float(norm[head]))
+    return _judge(gram, rhs, norm, weights.to(gram.device), box)
 
 
-def _search(
-    g: torch.Tensor,
-    gradient: torch.Tensor,
-    w: torch.Tensor,
-    step: torch.Tensor,
-    lower: torch.Tensor,
-    upper: torch.Tensor,
-) -> torch.Tensor:
-    """The first of the steps 1, 1/2, 1/4 ... along the projected path that lowers the objective, for each head."""
-    length = torch.ones(w.shape[0], 1, dtype=w.dtype, device=w.device)
-    best = w
-    waiting = torch.ones(w.shape[0], dtype=torch.bool, device=w.device)
-    for _ in range(_HALVINGS):
-        trial = torch.minimum(torch.maximum(w + length * step, lower), upper)
-        move = trial - w
-        slope = (gradient * move).sum(1)
-        change = slope + 0.5 * (move * torch.einsum("hij,hj->hi", g, move)).sum(1)
-        good = waiting & (change <= 1e-4 * slope) & (slope <= 0)
-        best = torch.where(good[:, None], trial, best)
-        waiting = waiting & ~good
-        if not bool(waiting.any()):
-            break
-        length = torch.where(waiting[:, None], length / 2, length)
-    return best
+class GrowingFit:
+    """One head's problem, to which columns are added."""
+
+    def __init__(self, box: Box, capacity: int) -> None:
+        self._native = _native.BoxFit(box.lower, box.upper, capacity)
+
+    def extend(self, rows: torch.Tensor, rhs: torch.Tensor, start: torch.Tensor) -> None:
+        """k more columns. rows: fp64 ``[k, columns + k]``, their products with all columns, the new ones last; rhs,
+        start: ``[k]``."""
+        self._native.extend(_array(rows), _array(rhs), _array(start))
+
+    def solve(self, norm: float) -> torch.Tensor:
+        """fp64 ``[columns]`` on the CPU, going on from the last solution. norm: ``m^T m``. What it gives up on is where
+        it got to; `MassFit.certified` tells."""
+        self._native.solve(max(norm, 0.0) ** 0.5)
+        weights = np.empty(len(self._native))
+        self._native.weights(weights)
+        return torch.from_numpy(weights)
 
 
-def _cholesky(matrix: torch.Tensor, eye: torch.Tensor) -> torch.Tensor:
-    """Factors of `matrix` (unit diagonal), with the smallest jitter under which they exist."""
-    jitter = 1e-14
-    factor: torch.Tensor
-    factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
-    while bool((info != 0).any()):
-        jitter *= 100
-        failed = info != 0
-        again, info_again = torch.linalg.cholesky_ex(matrix + jitter * eye)
-        factor = torch.where(failed[:, None, None], again, factor)
-        info = torch.where(failed, info_again, info)
-        if jitter > 1.0:
-            raise FitError("a Gram matrix of the mass fit is not positive semidefinite")
-    return factor
+def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype=np.float64)
 
 
 def _gap(gradient: torch.Tensor, w: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:

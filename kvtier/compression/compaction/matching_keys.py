@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.compression.compaction.attention_block import MassRows, MassSystem, correlations, mass_system
-from kvtier.compression.compaction.mass import Box, solve_box
+from kvtier.compression.compaction.mass import Box, GrowingFit, solve_box
 from kvtier.errors import ConfigError
 
 HELD_BYTES = 1 << 30
 """Gram matrices of all keys are kept up to this size; beyond it, every step reads the queries again."""
-_REFIT_SHARE = 1e-8
-"""Of the squared residual: how exact refits on the way are. The final one belongs to the mass fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,9 @@ class _System:
     def add(self, before: torch.Tensor, new: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def chosen(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """gram ``[H, keys, keys]`` and rhs ``[H, keys]``, in the order of addition."""
+    def chosen(self, keys: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the keys from the ordinal `first` on: rows of the gram ``[H, keys - first, keys]`` and rhs ``[H, keys -
+        first]``, in the order of addition."""
         raise NotImplementedError
 
     def gain(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -110,8 +109,8 @@ class _HeldSystem(_System):
     def add(self, before: torch.Tensor, new: torch.Tensor) -> None:
         pass
 
-    def chosen(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._all.gram[:, keys[:, None], keys], self._all.rhs[:, keys]
+    def chosen(self, keys: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._all.gram[:, keys[first:, None], keys], self._all.rhs[:, keys[first:]]
 
     def gain(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         # Rows, not columns: the matrix is symmetric, and rows lie in one piece.
@@ -141,8 +140,8 @@ class _StreamedSystem(_System):
             self._gram[head, :old, old:end] += part[:, :old].T
             self._rhs[head, old:end] += e[:, old:].T @ m
 
-    def chosen(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gram[:, : len(keys), : len(keys)], self._rhs[:, : len(keys)]
+    def chosen(self, keys: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gram[:, first : len(keys), : len(keys)], self._rhs[:, first : len(keys)]
 
     def gain(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return correlations(self._source, keys, weights)
@@ -156,8 +155,10 @@ class _Chosen:
         self._keys = torch.empty(budget, dtype=torch.int64, device=device)
         self._weights = torch.zeros(heads, budget, dtype=torch.float64, device=device)
         self._system, self._box = system, box
+        self._fits = [GrowingFit(box, budget) for _ in range(heads)]
         self.count = 0
-        self._fitted = 0
+        self._refitted = 0
+        self._weighted = 0
 
     def keys(self) -> torch.Tensor:
         return self._keys[: self.count]
@@ -172,21 +173,18 @@ class _Chosen:
 
     def refit(self) -> None:
         """All weights, from those at hand; new ones start at the bottom."""
-        gram, rhs = self._system.chosen(self.keys())
-        fit = solve_box(gram, rhs, self._system.norm, self._box, self._weights[:, : self.count], share=_REFIT_SHARE)
-        self._weights[:, : self.count] = fit.weights
-        self._fitted = self.count
+        old, end = self._refitted, self.count
+        gram, rhs = self._system.chosen(self.keys(), old)
+        for head, fit in enumerate(self._fits):
+            fit.extend(gram[head], rhs[head], self._weights[head, old:end])
+            self._weights[head, :end] = fit.solve(float(self._system.norm[head]))
+        self._refitted = self._weighted = end
 
     def fit_new(self) -> None:
         """The new keys' weights alone, to what the others leave."""
-        gram, rhs = self._system.chosen(self.keys())
-        old = self._fitted
-        weights = self._weights[:, :old]
-        left = rhs[:, old:] - torch.einsum("hij,hj->hi", gram[:, old:, :old], weights)
-        kept = torch.einsum("hi,hij,hj->h", weights, gram[:, :old, :old], weights)
-        norm = (self._system.norm - 2 * (weights * rhs[:, :old]).sum(1) + kept).clamp(min=0)
-        fit = solve_box(
-            gram[:, old:, old:], left, norm, self._box, self._weights[:, old : self.count], share=_REFIT_SHARE
-        )
-        self._weights[:, old : self.count] = fit.weights
-        self._fitted = self.count
+        old, end = self._weighted, self.count
+        gram, rhs = self._system.chosen(self.keys(), old)
+        left = rhs - torch.einsum("hij,hj->hi", gram[:, :, :old], self._weights[:, :old])
+        fit = solve_box(gram[:, :, old:], left, self._system.norm, self._box, self._weights[:, old:end])
+        self._weights[:, old:end] = fit.weights
+        self._weighted = end
