@@ -49,6 +49,11 @@ class Helm:
         messages: list[Object] = self._ask(json.dumps({"lint": values}))["messages"]
         return messages
 
+    def packed(self, folder: Path) -> dict[str, str]:
+        """What the chart renders with its defaults once it was packed into an archive, and its notes."""
+        files: dict[str, str] = self._ask(json.dumps({"package": str(folder)}))["files"]
+        return files
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()

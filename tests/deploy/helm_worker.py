@@ -1,8 +1,8 @@
 """Renders the chart for the tests, in a process of its own: Helm brings the Go runtime along, which does not belong
 into a process that forks and takes signals.
 
-A JSON object a line, ``{"values", "release", "namespace"}`` or ``{"lint": values}``; the answer's line is ``{"text"}``,
-``{"error"}`` or ``{"messages"}``. Its argument is the project's folder."""
+A JSON object a line, ``{"values", "release", "namespace"}``, ``{"lint": values}`` or ``{"package": folder}``; the answer's
+line is ``{"text"}`` or ``{"error"}``, ``{"messages"}``, ``{"files"}``. Its argument is the project's folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    from helm_python.chart import lint
+    from helm_python.chart import Chart, lint, package
     from helm_python.errors import HelmError
 
     from tools import render_k8s
 
     if "lint" in asked:
         return {"messages": lint(render_k8s.CHART, asked["lint"], strict=True, with_subcharts=True)["messages"]}
+    if "package" in asked:
+        with Chart.load(package(render_k8s.CHART, destination=asked["package"])) as packed:
+            return {"files": packed.render({}, name="kvtier", namespace="kvtier")}
     try:
         return {"text": render_k8s.render(asked["values"], asked["release"], asked["namespace"])}
     except HelmError as error:

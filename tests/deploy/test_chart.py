@@ -6,6 +6,7 @@ import copy
 import hashlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,6 +316,14 @@ def test_a_changed_configuration_is_a_new_pod_and_a_new_chart_is_not(helm: Helm)
 def test_never_two_servers_on_the_directories_of_a_node(helm: Helm) -> None:
     strategy = one(helm.render(example("daemonset-sglang")), "DaemonSet", "kvtier-cache")["spec"]["updateStrategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+
+
+def test_an_archive_of_the_chart_is_the_chart(helm: Helm, tmp_path: Path) -> None:
+    files = helm.packed(tmp_path)
+    notes = files.pop("kvtier/templates/NOTES.txt")
+    assert "The Secret kvtier must be there" in notes and "17076 MiB for 16GiB of values" in notes
+    found = [o for text in files.values() for o in yaml.safe_load_all(text) if o]
+    assert sorted(found, key=str) == sorted(helm.render({}), key=str)
 
 
 def test_generated_files_are_in_step() -> None:

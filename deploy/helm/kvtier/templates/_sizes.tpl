@@ -73,14 +73,16 @@ limits:
 {{- printf "%.0f" (addf $own (mulf $host 1.01 | ceil) $shared 256.0) -}}
 {{- end -}}
 
-{{/* Of a claim: the capacity, 6 % that file systems keep for themselves, 1 GiB for the logs beside the pages. */}}
+{{/* Of a claim: the capacity, 6 % that file systems keep for themselves, 0.5 KiB per value and 1 GiB for what is beside the
+pages: the index's log, what was deleted. */}}
 {{- define "kvtier.claimMib" -}}
 {{- $nvme := .Values.cache.nvme -}}
 {{- if $nvme.volume.size -}}
 {{- include "kvtier.mib" (dict "value" $nvme.volume.size "name" "cache.nvme.volume.size") -}}
 {{- else -}}
 {{- $mib := include "kvtier.mib" (dict "value" $nvme.capacity "name" "cache.nvme.capacity") | float64 -}}
-{{- printf "%.0f" (addf (mulf $mib 1.06 | ceil) 1024.0) -}}
+{{- $value := include "kvtier.mib" (dict "value" .Values.cache.valueSize "name" "cache.valueSize") | float64 -}}
+{{- printf "%.0f" (addf (mulf $mib 1.06 | ceil) (divf $mib $value 2048.0 | ceil) 1024.0) -}}
 {{- end -}}
 {{- end -}}
 
