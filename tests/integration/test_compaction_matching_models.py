@@ -185,6 +185,16 @@ def test_later_layers_are_fitted_to_what_is_served(name: str) -> None:
                 assert not torch.allclose(got, plain[layer + 1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa"])
+def test_a_model_in_bf16(name: str) -> None:
+    """Fits are fp32 whatever the model computes in, and its own sets are served."""
+    model = model_of(name).bfloat16()
+    _, cache, found = matched(name, model=model)
+    found.check()
+    assert 0 < found.figures["output_error"] < 1.0
+    assert all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
+
+
 def test_off_policy_uses_the_models_own_queries() -> None:
     model, cache, on_policy = matched("llama")
     _, _, off_policy = matched("llama", model=model, on_policy=False)

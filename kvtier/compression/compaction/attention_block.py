@@ -31,6 +31,9 @@ class MassRows(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def rows(self, columns: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """``(head, E, m)`` in chunks, in the same order each time: fp64 ``[chunk, columns]`` and ``[chunk]``; columns
         None: all T."""
@@ -128,6 +131,10 @@ class MeasuredBlock:
     def tokens(self) -> int:
         return self.block.tokens
 
+    @property
+    def device(self) -> torch.device:
+        return self.block.keys.device
+
     def scores(self) -> torch.Tensor:
         return self._scores
 
@@ -148,7 +155,7 @@ class MassSystem:
 
 def mass_system(source: MassRows, columns: torch.Tensor | None = None) -> MassSystem:
     """``E_S^T E_S``, ``E_S^T m`` and ``m^T m`` of every head. columns None: of all T keys."""
-    size, device = (source.tokens if columns is None else len(columns)), _device(source)
+    size, device = (source.tokens if columns is None else len(columns)), source.device
     gram = torch.zeros(source.heads, size, size, dtype=torch.float64, device=device)
     rhs = torch.zeros(source.heads, size, dtype=torch.float64, device=device)
     norm = torch.zeros(source.heads, dtype=torch.float64, device=device)
@@ -162,14 +169,10 @@ def mass_system(source: MassRows, columns: torch.Tensor | None = None) -> MassSy
 def correlations(source: MassRows, columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """fp64 ``[T]``: ``E^T (m - E_S w)``, summed over heads: how much mass each key would still bring. weights:
     ``[H, columns]``."""
-    total = torch.zeros(source.tokens, dtype=torch.float64, device=_device(source))
+    total = torch.zeros(source.tokens, dtype=torch.float64, device=source.device)
     for head, e, m in source.rows():
         total += e.T @ (m - e[:, columns] @ weights[head])
     return total
-
-
-def _device(source: MassRows) -> torch.device:
-    return source.scores().device
 
 
 @dataclass(frozen=True, slots=True)

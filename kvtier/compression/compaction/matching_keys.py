@@ -125,7 +125,7 @@ class _StreamedSystem(_System):
 
     def __init__(self, source: MassRows, budget: int) -> None:
         self._source = source
-        device = source.scores().device
+        device = source.device
         self._gram = torch.zeros(source.heads, budget, budget, dtype=torch.float64, device=device)
         self._rhs = torch.zeros(source.heads, budget, dtype=torch.float64, device=device)
         self.norm = torch.zeros(source.heads, dtype=torch.float64, device=device)

@@ -25,11 +25,12 @@ def index_shares(scores: torch.Tensor, available: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class IndexPart:
     """Queries that were scored together. shares: some of these `queries` queries to their shares ``[m, T]`` of the
-    whole context. score_heads: the indexer's heads, whose scores exist at a time."""
+    whole context, on `device`. score_heads: the indexer's heads, whose scores exist at a time."""
 
     queries: int
     shares: Callable[[slice], torch.Tensor]
     score_heads: int = 1
+    device: torch.device = torch.device("cpu")
 
 
 class IndexRows:
@@ -44,11 +45,14 @@ class IndexRows:
     def tokens(self) -> int:
         return int(self._columns.stop - self._columns.start)
 
+    @property
+    def device(self) -> torch.device:
+        return self._parts[0].device
+
     def scores(self) -> torch.Tensor:
-        squares, count = torch.zeros(0, dtype=torch.float64), 0
+        squares, count = torch.zeros(self.tokens, dtype=torch.float64, device=self.device), 0
         for _, shares, _ in self.rows():
-            part = shares.square().sum(0)
-            squares = squares + part if len(squares) else part
+            squares += shares.square().sum(0)
             count += len(shares)
         return (squares / count).sqrt()
 

@@ -64,3 +64,14 @@ def toy_rows(seeds: int = 4) -> dict[str, ToyRow]:
             mass += fit.mass_error / seeds
         rows[name] = ToyRow(output, mass, (time.perf_counter() - start) / seeds)
     return rows
+
+
+def main() -> None:
+    """Print the rows: ``python -m kvtier.compression.compaction.matching_toy``."""
+    print(f"{TOKENS} keys to {KEPT}, {QUERIES} queries, mean of 4 draws\n{'':12} output   mass  seconds")
+    for name, row in toy_rows().items():
+        print(f"{name:12} {row.output_error:6.3f} {row.mass_error:6.3f} {row.seconds:8.3f}")
+
+
+if __name__ == "__main__":
+    main()
