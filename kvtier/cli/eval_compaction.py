@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.eval_compaction_tasks import RUNS_MAX, TASKS
-from kvtier.cli.eval_compaction_units import Plan, chosen, collect, numbers, spread, work
+from kvtier.cli.eval_compaction_units import Plan, chosen, collect, collect_sparse, numbers, spread, work
 from kvtier.cli.options import at_least, at_most, check_writable
 from kvtier.errors import ConfigError
 
@@ -31,7 +31,7 @@ def evaluate(
     methods: Annotated[str, typer.Option(help=f"Any of {', '.join(METHODS)}.")] = ",".join(USUAL),
     ratios: Annotated[str, typer.Option(help="Shares of tokens removed.")] = "0.1,0.5,0.8,0.9,0.95",
     runs: Annotated[int, typer.Option(help="Contexts per task.")] = 4,
-    questions: Annotated[int, typer.Option(help="Questions per context.")] = 6,
+    questions: Annotated[int, typer.Option(help="Questions per context.")] = 4,
     processes: Annotated[int, typer.Option(help="Processes that share the work and the cores.")] = 2,
     work_folder: Annotated[
         Path | None, typer.Option("--work", help="Folder in which finished pieces are kept; a stopped run goes on.")
@@ -41,6 +41,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
+    sparse: Annotated[bool, typer.Option("--sparse", hidden=True)] = False,
 ) -> None:
     """Answers from compacted contexts against ratio: NLL, accuracy, tokens and bytes removed, time and memory."""
     at_least(1, runs=runs, questions=questions, processes=processes)
@@ -57,6 +58,7 @@ def evaluate(
         chosen("--methods", methods, METHODS),
         numbers("--ratios", ratios),
         questions,
+        sparse or report is not None,
     )
     if part is not None:
         if work_folder is None:
@@ -75,9 +77,9 @@ def evaluate(
 
 
 def _selectors(as_json: bool) -> None:
-    from kvtier.cli.eval_compaction_sparse import coverage_table
+    from kvtier.cli.eval_compaction_sparse import SEEDS, coverage, coverage_table
 
-    rows = coverage_table()
+    rows = coverage_table([coverage(seed) for seed in range(SEEDS)])
     if as_json:
         sys.stdout.write(json.dumps([{key: row[key] for key in SELECTOR_KEYS} for row in rows]) + "\n")
         return
@@ -106,10 +108,7 @@ def _measure(plan: Plan, folder: Path, processes: int, report: Path | None, as_j
     measured = collect(plan, folder)
     rows = records(measured)
     if report is not None:
-        from kvtier.cli.eval_compaction_sparse import coverage_table, error_table
-
-        with console.status("selectors and fits on a tiny GlmMoeDsa"):
-            write(measured, coverage_table(), error_table(), plan, report)
+        write(measured, *collect_sparse(plan, folder), plan, report)
     if as_json:
         sys.stdout.write(json.dumps([{key: row[key] for key in JSON_KEYS} for row in rows]) + "\n")
         return

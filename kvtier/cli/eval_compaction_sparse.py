@@ -5,9 +5,11 @@ Random weights say what the arithmetic does, not what a trained model would answ
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SEEDS = 4
+FIGURES = ("output_error", "mass_error", "held_out_output_error", "held_out_mass_error", "seconds")
 TOKENS = 512
 SELECTORS = ("raw_max", "normalized_max", "log_coverage")
 SELECTOR_RATIO = 0.3
@@ -79,37 +81,39 @@ def _prompts() -> Any:
     return RepeatPrompts((3, 4, 5, 6), (3, 4, 5, 7), (8, 9))
 
 
-def coverage_table(seeds: int = SEEDS) -> list[dict[str, Any]]:
-    """Per selector at 30 % removed: mean and least coverage over layers and heads, seconds of choosing; means over
-    seeds, and the spread of each (standard deviation)."""
+def coverage(seed: int) -> dict[str, dict[str, float]]:
+    """Per selector at 30 % removed: coverage over layers and heads, and seconds of choosing, for one seed."""
     import torch
 
     from kvtier.compression.compaction.recipe import Recipe
     from kvtier.connectors.transformers import kvzip
     from kvtier.connectors.transformers.attention import family_of
 
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in SELECTORS}
-    for seed in range(seeds):
-        family = family_of(tiny_model(seed))
-        with torch.no_grad():
-            scores = kvzip.score_sparse(family, _context(seed), _prompts())
-        for name in SELECTORS:
-            answer = kvzip.select_groups(family, scores, Recipe("kvzip", SELECTOR_RATIO, name, seed), 0)
-            found[name].append(dict(answer.figures))
+    family = family_of(tiny_model(seed))
+    with torch.no_grad():
+        scores = kvzip.score_sparse(family, _context(seed), _prompts())
+    return {
+        name: dict(kvzip.select_groups(family, scores, Recipe("kvzip", SELECTOR_RATIO, name, seed), 0).figures)
+        for name in SELECTORS
+    }
+
+
+def coverage_table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """Means of `coverage` over seeds, and the spread of each (standard deviation)."""
     return [
         {
             "selector": name,
-            **_mean_and_spread([r["mean_coverage"] for r in rows], "mean_coverage"),
-            **_mean_and_spread([r["min_coverage"] for r in rows], "min_coverage"),
-            **_mean_and_spread([r["select_s"] for r in rows], "seconds"),
+            **_mean_and_spread([one[name]["mean_coverage"] for one in found], "mean_coverage"),
+            **_mean_and_spread([one[name]["min_coverage"] for one in found], "min_coverage"),
+            **_mean_and_spread([one[name]["select_s"] for one in found], "seconds"),
         }
-        for name, rows in found.items()
+        for name in (SELECTORS if found else ())
     ]
 
 
-def error_table(seeds: int = SEEDS) -> list[dict[str, Any]]:
-    """Per way of fitting and ratio: relative errors of attention mass and output, on the queries that were fitted and
-    on others; means over seeds, and the spread of each."""
+def errors(seed: int) -> list[dict[str, Any]]:
+    """Per way of fitting and ratio, for one seed: relative errors of attention mass and output, on the queries that
+    were fitted and on others."""
     from kvtier.compression.compaction.matching import MatchingOptions
     from kvtier.compression.compaction.recipe import Recipe
     from kvtier.connectors.transformers.attention import family_of
@@ -117,26 +121,30 @@ def error_table(seeds: int = SEEDS) -> list[dict[str, Any]]:
     from kvtier.connectors.transformers.fitting_queries import FittingSequence, repeat_sequences
     from kvtier.connectors.transformers.matching import MatchingPlan, match_context
 
-    names = ("output_error", "mass_error", "held_out_output_error", "held_out_mass_error", "seconds")
-    found: dict[tuple[str, float], list[dict[str, float]]] = {}
-    for seed in range(seeds):
-        family = family_of(tiny_model(seed))
-        ids = _context(seed)
-        cache = prefill(family.model, ids)
-        sequences = repeat_sequences(ids, _prompts())
-        held_out = [FittingSequence(tuple(_context(seed + 1000)[:128]))]
-        for name, (selector, fitted) in FITS.items():
-            options = MatchingOptions(selector, bias=fitted, values=fitted)
-            for ratio in RATIOS:
-                recipe = Recipe("am", ratio, selector, seed, "repeat")
-                answer = match_context(
-                    family, cache, ids, recipe, sequences, plan=MatchingPlan(options), held_out=held_out
-                )
-                found.setdefault((name, ratio), []).append(dict(answer.figures))
+    family = family_of(tiny_model(seed))
+    ids = _context(seed)
+    cache = prefill(family.model, ids)
+    sequences = repeat_sequences(ids, _prompts())
+    held_out = [FittingSequence(tuple(_context(seed + 1000)[:128]))]
+    rows = []
+    for name, (selector, fitted) in FITS.items():
+        plan = MatchingPlan(MatchingOptions(selector, bias=fitted, values=fitted))
+        for ratio in RATIOS:
+            recipe = Recipe("am", ratio, selector, seed, "repeat")
+            answer = match_context(family, cache, ids, recipe, sequences, plan=plan, held_out=held_out)
+            rows.append({"method": name, "ratio": ratio, **{n: answer.figures.get(n) for n in FIGURES}})
+    return rows
+
+
+def error_table(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Means of `errors` over seeds, and the spread of each."""
+    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in (row for rows in found for row in rows):
+        groups.setdefault((str(row["method"]), float(row["ratio"])), []).append(row)
     return [
         {"method": name, "ratio": ratio}
-        | {k: v for n in names for k, v in _mean_and_spread([r[n] for r in rows if n in r], n).items()}
-        for (name, ratio), rows in found.items()
+        | {k: v for n in FIGURES for k, v in _mean_and_spread([r[n] for r in rows if r[n] is not None], n).items()}
+        for (name, ratio), rows in groups.items()
     ]
 
 

@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
     from kvtier.cli.eval_compaction_run import Measured
+
+
+SPARSE = "sparse"
+SPARSE_SEEDS = 4
 
 
 class MeasurementError(KVTierError, RuntimeError):
@@ -26,7 +30,8 @@ class MeasurementError(KVTierError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. model: a folder, or empty for the demo's model."""
+    """What is measured. model: a folder, or empty for the demo's model. sparse: the tables of the tiny GlmMoeDsa as
+    well."""
 
     model: str
     tasks: tuple[str, ...]
@@ -34,11 +39,13 @@ class Plan:
     methods: tuple[str, ...]
     ratios: tuple[float, ...]
     questions: int
+    sparse: bool = False
 
     def units(self) -> list[Unit]:
         """Every piece, the whole context first; those of one task and run lie apart, so that a measurement that was
         stopped has something of each."""
-        return [
+        sparse = [Unit(SPARSE, seed, "all") for seed in range(SPARSE_SEEDS if self.sparse else 0)]
+        return sparse + [
             Unit(task, run, method)
             for run in range(self.runs)
             for task in self.tasks
@@ -47,6 +54,8 @@ class Plan:
 
     def file(self, folder: Path, unit: Unit) -> Path:
         """Where a piece is kept. Its name changes with everything that its figures depend on."""
+        if unit.task == SPARSE:
+            return folder / f"{SPARSE}-{unit.run}.json"
         said = json.dumps([self.model, self.questions, self.ratios if unit.method != "full" else []])
         mark = hashlib.sha256(said.encode()).hexdigest()[:8]
         return folder / f"{unit.task}-{unit.run}-{unit.method}-{mark}.json"
@@ -64,6 +73,7 @@ def work(plan: Plan, folder: Path, part: int, parts: int) -> None:
     what others have not begun."""
     import torch
 
+    from kvtier.cli import eval_compaction_sparse
     from kvtier.cli.eval_compaction_run import Bench, measure
     from kvtier.cli.eval_compaction_tasks import make
 
@@ -74,11 +84,18 @@ def work(plan: Plan, folder: Path, part: int, parts: int) -> None:
         path = plan.file(folder, unit)
         if path.exists() or not _claim(path):
             continue
-        bench = bench or Bench.load(Path(plan.model) if plan.model else None)
-        task = make(unit.task, unit.run, plan.questions)
-        found = measure(bench, task, unit.method, plan.ratios, seed=unit.run)
+        found: Any
+        if unit.task == SPARSE:
+            found = {
+                "coverage": eval_compaction_sparse.coverage(unit.run),
+                "errors": eval_compaction_sparse.errors(unit.run),
+            }
+        else:
+            bench = bench or Bench.load(Path(plan.model) if plan.model else None)
+            task = make(unit.task, unit.run, plan.questions)
+            found = [asdict(m) for m in measure(bench, task, unit.method, plan.ratios, seed=unit.run)]
         new = path.with_suffix(".new")
-        new.write_text(json.dumps([asdict(m) for m in found]) + "\n")
+        new.write_text(json.dumps(found) + "\n")
         new.replace(path)
 
 
@@ -97,6 +114,7 @@ def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], 
     command += ["--tasks", ",".join(plan.tasks), "--runs", str(plan.runs), "--questions", str(plan.questions)]
     command += ["--methods", ",".join(plan.methods), "--ratios", ",".join(str(r) for r in plan.ratios)]
     command += ["--model", plan.model] if plan.model else []
+    command += ["--sparse"] if plan.sparse else []
     env = {
         "OMP_WAIT_POLICY": "passive",
         **os.environ,
@@ -133,9 +151,19 @@ def collect(plan: Plan, folder: Path) -> list[Measured]:
     """Everything of `plan` that is in `folder`."""
     from kvtier.cli.eval_compaction_run import Measured
 
-    files = [path for path in (plan.file(folder, unit) for unit in plan.units()) if path.exists()]
+    units = [unit for unit in plan.units() if unit.task != SPARSE]
+    files = [path for path in (plan.file(folder, unit) for unit in units) if path.exists()]
     rows = [row for path in files for row in json.loads(path.read_text())]
     return [Measured(**{**row, "nll": tuple(row["nll"]), "right": tuple(row["right"])}) for row in rows]
+
+
+def collect_sparse(plan: Plan, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tables of selectors and of fits that are in `folder`."""
+    from kvtier.cli.eval_compaction_sparse import coverage_table, error_table
+
+    files = [plan.file(folder, unit) for unit in plan.units() if unit.task == SPARSE]
+    found = [json.loads(path.read_text()) for path in files if path.exists()]
+    return coverage_table([one["coverage"] for one in found]), error_table([one["errors"] for one in found])
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
