@@ -168,10 +168,18 @@ def score_sparse(
         )
         torch.maximum(scores[layer], best.float().cpu(), out=scores[layer])
 
+    turn = [*token_ids, *prompts.first, *prompts.suffix]
+    read, fed = 0, 0
+
+    def tell(label: str) -> None:
+        if progress is not None:
+            progress(read + fed, len(turn) + len(repeated), label)
+
     with family.dense_attention():
-        for part in _parts([*token_ids, *prompts.first, *prompts.suffix]):
+        for part in _parts(turn):
             _feed(family, cache, part)
-        fed = 0
+            read += len(part)
+            tell("reading the context")
         for part in _parts(repeated):
             if fed + len(part) <= done:
                 _feed(family, cache, part)
@@ -181,8 +189,7 @@ def score_sparse(
             fed += len(part)
             if checkpoint is not None and fed > done:
                 checkpoint({"scores": scores, "done": torch.tensor(fed)})
-            if progress is not None:
-                progress(fed, len(repeated), "repeating the context")
+            tell("repeating the context")
     return scores
 
 
@@ -212,9 +219,7 @@ def compact_kvzip(
         return select_groups(family, scores, recipe, system_tokens, time.perf_counter() - started, progress)
     if recipe.selector == "head":
         if head_scores is None:
-            raise ConfigError(
-                "selector = 'head': give a file of `kvtier compact head-scores` with --head-scores"
-            )
+            raise ConfigError("selector = 'head': give a file of `kvtier compact head-scores` with --head-scores")
         scores = head_scores
     else:
         scores = score_dense(family, cache, token_ids, prompts, options=options, **common)  # type: ignore[arg-type]
