@@ -189,7 +189,7 @@ class LayerFits:
             return index_shares(scores, torch.ones_like(behind) if everything else behind)[:, : self._tokens]
 
         count, heads = int(queries.queries.shape[1]), int(queries.index_queries.shape[1])
-        return IndexPart(count, shares, heads, index_keys.device)
+        return IndexPart(count, shares, index_keys.device, heads)
 
     def _context_choice(self, layer: int, index_rows: LayerRows) -> torch.Tensor:
         """Bool ``[n, T]``: what the indexer would choose for the context's own queries if all of it were before

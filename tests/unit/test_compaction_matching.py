@@ -180,8 +180,8 @@ def test_index_scores_choose_like_attention_weights() -> None:
     iota = np.exp(scores.numpy()) * available.numpy()
     iota /= iota.sum(axis=1, keepdims=True)
     parts = [
-        IndexPart(20, lambda rows: index_shares(scores[:20][rows], available[:20][rows])),
-        IndexPart(30, lambda rows: index_shares(scores[20:][rows], available[20:][rows])),
+        IndexPart(20, lambda rows: index_shares(scores[:20][rows], available[:20][rows]), scores.device),
+        IndexPart(30, lambda rows: index_shares(scores[20:][rows], available[20:][rows]), scores.device),
     ]
     for columns in (slice(0, 40), slice(10, 35)):
         rows = IndexRows(parts, columns, TINY_CHUNKS)

@@ -29,8 +29,8 @@ class IndexPart:
 
     queries: int
     shares: Callable[[slice], torch.Tensor]
+    device: torch.device
     score_heads: int = 1
-    device: torch.device = torch.device("cpu")
 
 
 class IndexRows:
