@@ -58,7 +58,7 @@ def _has_other_users() -> bool:
 
 def _allowed(user: Sequence[str]) -> bool:
     """Whether the kernel grants what a container needs, the mount of a proc file system among it."""
-    script = "mount -t tmpfs none /mnt && mount -t proc none /proc"
+    script = "mount -t tmpfs none /tmp && mount -t proc none /proc"
     command = ["unshare", *user, "--net", "--mount", "--pid", "--fork", "sh", "-c", script]
     return (
         shutil.which("unshare") is not None

@@ -72,9 +72,6 @@ def build_root(root: Path, spec: dict[str, Any]) -> None:
         if (host := Path("/etc") / name).exists():
             bind(host, root / "etc" / name, True)
     (root / "etc" / "passwd").write_text("root:x:0:0:root:/:/sbin/nologin\n")
-    for folder in spec["programs"]:
-        if not (root / folder.lstrip("/")).exists():
-            bind(Path(folder), root / folder.lstrip("/"), True)
     for device in DEVICES:
         bind(Path("/dev") / device, root / "dev" / device, False)
     (root / "dev" / "shm").mkdir()
@@ -83,6 +80,8 @@ def build_root(root: Path, spec: dict[str, Any]) -> None:
     mount("proc", root / "proc", "proc", NOSUID | NODEV | NOEXEC)
     for source, target, read_only in sorted(spec["mounts"], key=lambda m: m[1]):
         bind(Path(source), root / target.lstrip("/"), read_only)
+    for folder in spec["programs"]:  # last: they may lie below /tmp here, which is a volume there
+        bind(Path(folder), root / folder.lstrip("/"), True)
     if spec["read_only"]:
         mount("", root, flags=BIND | REMOUNT | RDONLY)
     os.chdir(root)

@@ -197,7 +197,7 @@ def looks_like_the_container(pod: Pod) -> None:
         "    try:\n        open(at, 'w').close(); os.unlink(at); print(at, 'written')\n"
         "    except OSError as e: print(at, e.strerror)\n"
         "token = open('/run/secrets/kvtier/http-token').read()\n"
-        "print(token, os.path.exists('/home'), sorted(os.listdir('/var/lib/kvtier')))\n"
+        "print(token, sorted(os.listdir('/var/lib/kvtier')))\n"
     )
     done = pod.execute("cache", ["python", "-S", "-c", code])
     user = pod.rendered["securityContext"]
@@ -207,7 +207,7 @@ def looks_like_the_container(pod: Pod) -> None:
         "['0000000000000000', '1']",
         *(f"{at} Read-only file system" for at in ("/x", "/etc/kvtier/x", "/usr/x", "/run/secrets/kvtier/x")),
         "/tmp/x written", "/run/kvtier/x written",
-        f"s3cret False {disks}",
+        f"s3cret {disks}",
     ], done  # fmt: skip
 
 
