@@ -61,5 +61,10 @@ if [ "$(cat "$env/complete" 2> /dev/null)" != "$state" ]; then
     --config-settings build-dir="$env/native" --editable . >&2
   echo "$state" > "$env/complete"
 fi
+# The Redis tier's own dependency, which SGLang does not bring. Tests that need it say so where it is not.
+if ! "$env/bin/python" -c 'import redis' 2> /dev/null; then
+  "$deps/bin/python" -m pip --disable-pip-version-check --python "$env/bin/python" install -qq --no-deps \
+    --constraint tools/constraints.txt redis >&2 || say "redis could not be installed into $env"
+fi
 
 echo "$env"
