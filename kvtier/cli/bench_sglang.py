@@ -11,8 +11,10 @@ and plain copies in the place of the kernels of its host pools.
   another prompt's pages come from NVMe. ``nothing`` is a prompt that is looked up and not found; cost_percent is what
   it takes longer than in the engine without kvtier, by pairs of the same prompt one after the other, with the interval
   that holds the median of such pairs with 95 percent.
-- scheduler_ms: taken from the scheduler's thread beside the forward, per request: queueing it, building its batch, and
-  inserting what was computed.
+- scheduler_ms: taken from the scheduler's thread beside the forward, per request, by SGLang and what is behind it:
+  queue_ms (it is queued, and looked up), schedule_ms (until its batch is built), finish_ms (what was computed is
+  inserted and copied out). lookup_us, load_us, offload_us: of these, kvtier's own, means per call of the whole run; the
+  staged path has no calls on this thread.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class _System:
     engine: EngineProcess
     codec: str
     samples: dict[str, list[Served]] = field(default_factory=lambda: defaultdict(list))
+    calls_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -115,6 +118,9 @@ def _measure(
         _cold(systems, cold, done)
         progress.console.print(f"{model}, {codec}: {cold} new prompts each; now restores")
         _hits(systems, hits, done)
+        for system in systems:
+            if system.ours:
+                system.calls_us.update(system.engine.calls_us())
     return [row for system in systems for row in _rows(model, system, systems[0])]
 
 
@@ -300,11 +306,13 @@ def _rows(model: str, system: _System, plain: _System) -> Iterator[Row]:
             "runs": len(runs),
             "scheduler_ms": round(1e3 * statistics.median(run.scheduler_s for run in runs), 3),
             "queue_ms": round(1e3 * statistics.median(run.queue_s for run in runs), 3),
+            "schedule_ms": round(1e3 * statistics.median(run.schedule_s for run in runs), 3),
             "finish_ms": round(1e3 * statistics.median(run.finish_s for run in runs), 3),
             "attention_replaced": True,
         }
         if place == "nothing":
             row |= _cost(runs, plain.samples["recompute"])
+            row |= {f"{call}_us": round(us, 1) for call, us in system.calls_us.items()}
         yield row
 
 
@@ -327,6 +335,6 @@ def _cost(runs: Sequence[Served], without: Sequence[Served]) -> Row:
 def _median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Order statistics between which the median lies with 95 percent, or the whole range where they are too few."""
     n = len(values)
-    outside = list(itertools.accumulate(comb(n, k) / 2**n for k in range(n // 2)))
-    left_out = max((k + 1 for k, p in enumerate(outside) if 2 * p <= 0.05), default=0)
-    return values[left_out], values[n - 1 - left_out]
+    outside = itertools.accumulate(comb(n, k) / 2**n for k in range(n // 2))
+    first = max((k for k, p in enumerate(outside) if 2 * p <= 0.05), default=0)
+    return values[first], values[n - 1 - first]

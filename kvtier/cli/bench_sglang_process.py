@@ -139,6 +139,12 @@ class EngineProcess:
         """Of kvtier, by tier."""
         return {tier: int(n) for tier, n in self._samples()["kvtier_hits_total"].items()}
 
+    def calls_us(self) -> dict[str, float]:
+        """Means of kvtier's own calls on the scheduler's thread; nothing of calls that it does not have."""
+        told = self._samples()
+        counts, sums = (told[f"kvtier_engine_thread_seconds_{what}"] for what in ("count", "sum"))
+        return {call: 1e6 * sums[call] / counts[call] for call in ("lookup", "load", "offload") if counts.get(call)}
+
     def _moved(self) -> dict[str, dict[str, float]]:
         told = self._samples()
         return {name: told[name] for name in ("kvtier_offload_pages_total", "kvtier_spill_pages_total")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 NAME = "sglang-ttft.md"
 _MODELS = {"tiny": "a random Llama of 4 layers", "smollm2": "SmolLM2-135M-Instruct"}
+_WIDTH = 120
+_CALLS = ("lookup_us", "offload_us", "load_us")
 _PLACES = {"recompute": "computed", "nothing": "computed, looked up and not found"}
 
 
@@ -25,13 +28,14 @@ def write(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "# Time to the first token behind SGLang: recomputed, its own cache, and both connectors"
     yield ""
-    yield (
+    yield from textwrap.wrap(
         f"{datetime.date.today().isoformat()}. SGLang {version('sglang')} in FP32 on {os.cpu_count()} CPUs "
         f"({_processor()}), no accelerator; prompts of {rows[0]['prompt_tokens']:,} tokens in pages of 64. All engines "
         "of a table ran at once and took turns with the same prompts. SGLang's attention for CPUs was replaced by one "
         "that pays for the new tokens of a prefill only, as an accelerator's does, and the copies of its host pools by "
-        "plain ones. Medians, and the range; seconds, and milliseconds of the scheduler's thread per request, beside "
-        "the forward."
+        "plain ones. The host tier of kvtier holds one prompt's pages, so that another prompt's come from NVMe. "
+        "Medians, and the range.",
+        _WIDTH,
     )
     yield ""
     yield "    env=$(tools/env-engine.sh sglang | tail -n 1)"
@@ -44,30 +48,46 @@ def _table(model: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield f"## {_MODELS.get(model, model)}"
     yield ""
-    yield "| system | pages as | prefix from | tokens reused | first token, s | range | n | scheduler, ms |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    yield "| system | pages as | prefix from | tokens reused | first token, s | range | n |"
+    yield "|---|---|---|---:|---:|---:|---:|"
     for row in rows:
-        place = _PLACES.get(row["served_from"], row["served_from"])
         yield (
-            f"| {row['system']} | {row['codec']} | {place} | {row['reused_tokens']} | {row['ttft_s']:.3f} | "
-            f"{row['least_s']:.3f} to {row['most_s']:.3f} | {row['runs']} | {row['scheduler_ms']:.2f} |"
+            f"| {row['system']} | {row['codec']} | {_place(row)} | {row['reused_tokens']} | {row['ttft_s']:.3f} | "
+            f"{row['least_s']:.3f} to {row['most_s']:.3f} | {row['runs']} |"
+        )
+    yield ""
+    yield "Milliseconds of the scheduler's thread beside the forward, SGLang's own work included, per request:"
+    yield ""
+    yield "| system | pages as | prefix from | queued, looked up | until its batch is built | inserted, copied out |"
+    yield "|---|---|---|---:|---:|---:|"
+    for row in rows:
+        yield (
+            f"| {row['system']} | {row['codec']} | {_place(row)} | {row['queue_ms']:.2f} | {row['schedule_ms']:.2f} | "
+            f"{row['finish_ms']:.2f} |"
         )
     costs = [row for row in rows if "cost_percent" in row]
     if costs:
         yield ""
-        yield (
+        yield from textwrap.wrap(
             "What it costs when nothing is found, of the time to the first token, by pairs of the same prompt with and "
-            "without; and the part of it that the scheduler's thread spent:"
+            "without; the part of it that the scheduler's thread spent; and kvtier's own calls on that thread, "
+            "microseconds each:",
+            _WIDTH,
         )
         yield ""
-        yield "| system | pages as | median of pairs | 95 % interval | scheduler's thread |"
-        yield "|---|---|---:|---:|---:|"
+        yield "| system | pages as | median of pairs | 95 % interval | scheduler's thread | lookup | offload | load |"
+        yield "|---|---|---:|---:|---:|---:|---:|---:|"
         for row in costs:
+            calls = " | ".join(f"{row[name]:.0f}" if name in row else "" for name in _CALLS)
             yield (
                 f"| {row['system']} | {row['codec']} | {row['cost_percent']:+.1f} % | "
                 f"{row['cost_least_percent']:+.1f} to {row['cost_most_percent']:+.1f} % | "
-                f"{row['thread_percent']:+.2f} % |"
+                f"{row['thread_percent']:+.2f} % | {calls} |"
             )
+
+
+def _place(row: dict[str, Any]) -> str:
+    return str(_PLACES.get(row["served_from"], row["served_from"]))
 
 
 def _processor() -> str:
