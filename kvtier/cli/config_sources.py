@@ -1,11 +1,13 @@
 """Configuration files as people have them: kvtier's own block in YAML or JSON, and blocks inside the engines' options.
 
 Recognized, at any depth: LMCache's ``--l2-adapter`` (`adapter_params`), its serde ``kvtier_nvfp4``, its `extra_config`
-for the in-process engine, and SGLang's `linker_extra_config` and `kv_connector_config`. Anything else is a block.
+for the in-process engine, SGLang's `linker_extra_config`, `kv_connector_config` and the extra options of its staged
+cache, each also as JSON in a string. Anything else is a block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Hashable, Iterator, Mapping
@@ -27,7 +29,7 @@ LMCACHE_ATTENTION = ("vllm", "sglang", "mla", "none")
 """What LMCache's door takes beside the block. It cannot be imported without LMCache; a test compares the two."""
 _LMCACHE_MODULE, _LMCACHE_SERDE = "kvtier.connectors.lmcache", "kvtier_nvfp4"
 _REMOTE = "remote_storage_plugin."
-_SGLANG_MODULE = "kvtier.connectors.sglang.linker"
+_SGLANG_LINKER, _SGLANG_STORAGE = "kvtier.connectors.sglang.linker", "kvtier.connectors.sglang.hicache"
 _SMALL = {"tiers": [{"type": "host", "capacity": "4GiB"}]}
 """What the engines' doors take where a block has no tiers."""
 
@@ -109,6 +111,9 @@ def _text(path: str) -> str:
 
 def _blocks(document: Any, place: Place = ()) -> Iterator[Block]:
     """The blocks inside an engine's options; none for a block that stands alone."""
+    if isinstance(document, str) and document.lstrip().startswith("{") and "kvtier" in document:
+        with contextlib.suppress(ValueError):  # text that is no JSON is not for us
+            yield from _blocks(json.loads(document), place)
     if isinstance(document, list):
         for n, inner in enumerate(document):
             yield from _blocks(inner, (*place, n))
@@ -123,7 +128,10 @@ def _blocks(document: Any, place: Place = ()) -> Iterator[Block]:
         rest = {k: v for k, v in document.items() if k not in ("type", "max_workers")}
         yield Block(place, "LMCache serde", rest, True)
         return
-    if document.get("linker_module_path") == _SGLANG_MODULE:
+    if module == _SGLANG_STORAGE:
+        yield from _reference(document, place)
+        return
+    if document.get("linker_module_path") == _SGLANG_LINKER:
         yield from _reference(document.get("linker_extra_config", {}), (*place, "linker_extra_config"))
         return
     for name, inner in document.items():

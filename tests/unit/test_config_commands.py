@@ -271,6 +271,7 @@ def test_files_that_are_no_configuration(run: Run, write: Callable[..., str], tm
 
 
 ADAPTER = {"type": "plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KvtierL2Adapter"}
+STORAGE = {"backend_name": "kvtier-hicache", "module_path": "kvtier.connectors.sglang.hicache"}
 REMOTE = "remote_storage_plugin.kvtier."
 
 
@@ -299,6 +300,12 @@ REMOTE = "remote_storage_plugin.kvtier."
             "tiers",
             ["first tier must be of type host"],
         ),
+        (
+            {"hicache_storage_backend_extra_config": json.dumps({**STORAGE, "config": {"tiers": [HOST], "lase": 1}})},
+            "hicache_storage_backend_extra_config",
+            ["'lase'", "did you mean 'lease'"],
+        ),
+        ({"l2-adapter": json.dumps({**ADAPTER, "adapter_params": {"rope_dim": 7}})}, "l2-adapter", ["multiple of 16"]),
     ],
 )
 def test_blocks_inside_the_engines_own_options(
