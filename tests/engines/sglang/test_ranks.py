@@ -257,6 +257,53 @@ def test_ranks_that_lose_pages_at_random_decide_alike(tiny: Path, tmp_path: Path
     assert len(answers[0]) > 30 and any(restored for _, _, restored in answers[0])
 
 
+def share(rank: Rank) -> Any:
+    """All ranks of a host keep their pages in one cache server; one of them cannot reach it for a while."""
+    from .harness import config
+
+    prompts = [prompt(n) for n in range(2)]
+    given = config(promote_deadline="30s")
+    given["tiers"].append({"type": "redis", "url": f"unix://{rank.folder / 'socket'}", "timeout": "20s"})
+    first = rank.engine(given)
+    scheduler = rank.scheduler(first)
+    computed = []
+    for n, tokens in enumerate(prompts):
+        computed.append(first.compute(tokens, seed=1000 * rank.rank + n, wait=False))
+        scheduler.settle()
+        first.flush()
+    assert first.linker._store.drain(60.0)
+    first.close()
+    rank.meet()
+
+    engine = rank.engine(given)
+    scheduler = rank.scheduler(engine)
+    scheduler.add("whole", prompts[0])
+    scheduler.run()
+    check_rows(scheduler, "whole", computed[0])  # its own part of each page, not another rank's
+    if rank.rank == 1:
+        engine.linker._store.lower[0].length_many = lambda keys: [-1] * len(keys)
+    scheduler.add("unreachable", prompts[1])
+    scheduler.run()
+    engine.flush()
+    engine.assert_nothing_held()
+    engine.close()
+    return rank.decisions
+
+
+def test_ranks_of_a_host_share_a_cache_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from .test_fault_tiers import Server
+
+    pytest.importorskip("redis")
+    folder = tmp_path_factory.mktemp("r")
+    server = Server(folder, "socket")
+    try:
+        answers = run_ranks(share, folder, tiny, tp=2)
+    finally:
+        server.kill()
+    whole = PAGES * PAGE
+    assert answers[0] == answers[1] == [("whole", 0, whole), ("unreachable", 0, 0)]
+
+
 def stored_bits_flipped(folder: Path) -> None:
     """Damage the second half of every 4 KiB slot that holds something, behind the tier's back."""
     segments = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size >= 1 << 20]

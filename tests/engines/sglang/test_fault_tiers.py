@@ -1,0 +1,224 @@
+"""A cache server that freezes, dies or starts again, and a disk that is full, behind an engine that serves: requests
+are recomputed, the scheduler's thread is not held, and nothing is used that did not verify."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("engine_hooks")
+
+TOKENS = list(range(5, 133))
+PATIENCE_S = 60.0
+ENGINE_THREAD_S = 2.0
+"""No call on the scheduler's thread may take as long as a tier's own deadline; generous for a busy machine."""
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    from .harness import Engine
+
+    engines: list[Engine] = []
+
+    def build(*args: Any, **options: Any) -> Engine:
+        engines.append(Engine(*args, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+class Server:
+    """``kvtier serve`` on a unix socket, over one directory."""
+
+    def __init__(self, folder: Path, name: str = "s") -> None:
+        self.folder = folder
+        self.socket = folder / name
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        from .harness import until
+
+        command = [sys.executable, "-m", "kvtier.cli", "serve", "--listen", f"unix:{self.socket}"]
+        command += ["--host-capacity", "16MiB", "--nvme", f"{self.folder / 'nvme'}:64MiB"]
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        until(self._answers, PATIENCE_S)
+
+    def _answers(self) -> bool:
+        import socket
+
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "server.log").read_text(errors="replace")[-2000:]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(5.0)
+            try:
+                client.connect(str(self.socket))
+                client.sendall(b"*1\r\n$4\r\nPING\r\n")
+                return client.recv(16).startswith(b"+PONG")
+            except OSError:
+                return False
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            self._process.wait(PATIENCE_S)
+            self._process = None
+            self.socket.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("redis")
+    running = Server(tmp_path_factory.mktemp("s"))
+    yield running
+    running.kill()
+
+
+def block(server: Server, **more: Any) -> dict[str, Any]:
+    from .harness import config
+
+    given = config(**{"promote_deadline": "60s", **more})
+    given["tiers"].append({"type": "redis", "url": f"unix://{server.socket}", "timeout": "20s"})
+    return given
+
+
+def fresh(start: Any, model: Path, server: Server, **more: Any) -> tuple[Any, Any]:
+    """An engine whose pages only the server has, and what they hold."""
+    first = start(model, block(server))
+    computed = first.compute(TOKENS)
+    assert first.linker._store.drain(PATIENCE_S)
+    first.close()
+    return start(model, block(server, **more)), computed
+
+
+def longest_call(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each lookup and load takes, from now on."""
+    took: list[float] = []
+    for name in ("lookup", "load", "start_layer_wise_loading", "cancel_queued_load"):
+        real = getattr(engine.linker, name)
+
+        def timed(*args: Any, real: Any = real) -> Any:
+            begin = time.monotonic()
+            try:
+                return real(*args)
+            finally:
+                took.append(time.monotonic() - begin)
+
+        monkeypatch.setattr(engine.linker, name, timed)
+    return took
+
+
+def restored(engine: Any, rid: str, computed: Any) -> int:
+    """Serve the request; the tokens that were restored, which must be what was computed."""
+    from .harness import same, until
+
+    req = engine.request(rid, TOKENS)
+    until(lambda: not engine.linker.waits(rid), PATIENCE_S)
+    got = engine.admit(req)
+    rows = got.forward()
+    assert got.finish()
+    assert not got.loaded or same(rows, computed, got.loaded)
+    loaded: int = got.loaded
+    return loaded
+
+
+def test_a_cache_server_that_freezes_while_pages_come_from_it(
+    start: Any, tiny: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, computed = fresh(start, tiny, server, promote_deadline="1s")
+    took = longest_call(engine, monkeypatch)
+    tier = engine.linker._store.lower[0]
+    real = tier.get_many_into
+
+    def freezing(*args: Any, **named: Any) -> Any:
+        server.send(signal.SIGSTOP)
+        return real(*args, **named)
+
+    monkeypatch.setattr(tier, "get_many_into", freezing)
+    assert restored(engine, "frozen", computed) == 0
+    assert max(took) < ENGINE_THREAD_S
+    misses = {reason: n for reason, n in engine.counts.misses.items() if n}
+    assert sum(misses.values()) == 8 and misses.keys() <= {"deadline", "tier_down"}
+    engine.compute(list(range(300, 364)))  # serves on, and its own pages stay in host memory
+    server.send(signal.SIGCONT)
+    monkeypatch.setattr(tier, "get_many_into", real)
+    give_up = time.monotonic() + PATIENCE_S
+    n = 0
+    while restored(engine, f"again{n}", computed) < len(TOKENS):  # the tier comes back by itself
+        assert time.monotonic() < give_up, "the server answers again, and nothing comes from it"
+        n += 1
+        time.sleep(0.1)
+    engine.assert_nothing_held()
+
+
+def test_a_cache_server_that_dies_and_starts_again(
+    start: Any, tiny: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, computed = fresh(start, tiny, server, promote_deadline="3s")
+    took = longest_call(engine, monkeypatch)
+    tier = engine.linker._store.lower[0]
+    real = tier.get_many_into
+
+    def killing(*args: Any, **named: Any) -> Any:
+        server.kill()
+        return real(*args, **named)
+
+    monkeypatch.setattr(tier, "get_many_into", killing)
+    assert restored(engine, "killed", computed) == 0
+    assert restored(engine, "gone", computed) == 0
+    assert max(took) < ENGINE_THREAD_S
+    monkeypatch.setattr(tier, "get_many_into", real)
+    server.start()  # over what it had on disk
+    give_up = time.monotonic() + PATIENCE_S
+    n = 0
+    while restored(engine, f"again{n}", computed) < len(TOKENS):
+        assert time.monotonic() < give_up, "the server is back, and nothing comes from it"
+        n += 1
+        time.sleep(0.1)
+    engine.assert_nothing_held()
+
+
+def test_a_disk_that_is_full(start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds is served; new pages stay in host memory as long as there is room, and requests go on."""
+    import errno
+
+    from kvtier.storage_backends.nvme import striped
+    from kvtier.testing.faulty_device import Fault, FaultyDevice
+
+    from .harness import config, same
+
+    first = start(tiny, config(tmp_path))
+    computed = first.compute(TOKENS)
+    first.close()
+
+    device = FaultyDevice()
+    monkeypatch.setattr(striped, "open_nvme", partial(striped.open_nvme, device=device))
+    engine = start(tiny, config(tmp_path, host="1MiB"))
+    device.set(Fault(("write",), code=errno.ENOSPC))
+    for n in range(12):
+        engine.compute([1000 * n + i for i in range(512)], seed=n)
+        engine.flush()
+    old = engine.admit(engine.request("old", TOKENS))
+    assert old.loaded == len(TOKENS) and same(old.forward(), computed, len(TOKENS)) and old.finish()
+    recent = engine.admit(engine.request("recent", [1000 * 11 + i for i in range(512)]))
+    recent.forward()
+    assert recent.finish()
+    device.set()
+    engine.flush()
+    engine.assert_nothing_held()
