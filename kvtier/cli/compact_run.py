@@ -44,6 +44,7 @@ class Job:
 
         from kvtier.cli.compact import import_torch, progress_bar
 
+        _text("CONTEXT", self.context)  # before the model is loaded
         import_torch()
         from kvtier.compression.compaction.recipe import Recipe
         from kvtier.connectors.transformers import compact_methods

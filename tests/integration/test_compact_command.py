@@ -1,0 +1,191 @@
+"""``kvtier compact``: a file from a model and a text, resumable; what it refuses; and what is told of a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compact_models import VOCABULARY, context, tiny
+
+from kvtier.cli.app import app
+from kvtier.cli.compact_run import Work
+from kvtier.compression.compaction.artefact import CompactPrefix
+from kvtier.connectors.transformers.compact_serving import CompactServing
+from kvtier.errors import ArtefactError, ConfigError, KVTierError
+
+T = 80
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and a tokenizer of words ``w0`` to ``w127``."""
+    path = tmp_path_factory.mktemp("model")
+    words = {f"w{n}": n for n in range(VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0").save_pretrained(path)
+    tiny("llama").save_pretrained(path)
+    (path / "context.json").write_text(json.dumps(context(T)))
+    (path / "context.txt").write_text(" ".join(f"w{n}" for n in context(T)))
+    return path
+
+
+def compact(folder: Path, out: Path, *options: str, context: str = "context.json") -> Any:
+    """The command's answer; errors of ours are raised."""
+    args = ["compact", str(folder), str(folder / context), "--out", str(out), "--name", "tiny", *options]
+    done = CliRunner().invoke(app, args)
+    if isinstance(done.exception, KVTierError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done
+
+
+METHODS = (
+    ("random", ""), ("recent", ""), ("kvzip", "pair"), ("kvzip", "uniform"), ("am", "hak"), ("am", "omp"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "selector"), METHODS)
+def test_every_method_makes_a_file_that_is_served(method: str, selector: str, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "prefix.safetensors"
+    options = ["--selector", selector] if selector else []
+    done = compact(folder, out, "--method", method, *options, "--ratio", "0.75", "--json")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["recipe"]["method"] == method
+    assert told["recipe"]["selector"] == selector
+    assert told["tokens_removed"] == pytest.approx(0.75, abs=0.01)
+    assert told["fitted_values"] == told["biases"] == (method == "am")
+    prefix = CompactPrefix.load(out)
+    assert told["compact_bytes"] == prefix.manifest.compact_bytes == out.stat().st_size - header(out)
+    prefix.check_tokens(context(T))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with CompactServing(model, prefix, model_name="tiny") as serving:
+        answer = serving.generate(context(5, seed=3), max_new_tokens=4, do_sample=False)
+    assert answer.shape == (1, 9)
+
+
+def header(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_text_and_token_ids_give_the_same_file(folder: Path, tmp_path: Path) -> None:
+    compact(folder, tmp_path / "a.safetensors", "--method", "random", "--seed", "4")
+    compact(folder, tmp_path / "b.safetensors", "--method", "random", "--seed", "4", context="context.txt")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("method", "selector"), [("am", "omp"), ("am", "hak")])
+def test_a_run_that_was_stopped_goes_on(
+    method: str, selector: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped behind its second layer, and run again: the layers that were done are not done again, and the same
+    positions, biases and values come out."""
+    options = ["--method", method, "--selector", selector, "--ratio", "0.8"]
+    compact(folder, tmp_path / "once.safetensors", *options)
+    work, save, saved = tmp_path / "work", Work.save, []
+
+    class StoppedError(RuntimeError):
+        pass
+
+    def stop(self: Work, state: dict[str, torch.Tensor]) -> None:
+        self._saved_s = 0.0
+        monkeypatch.setattr("kvtier.cli.compact_run._SAVE_EVERY_S", -1.0)
+        save(self, state)
+        saved.append(1)
+        if len(saved) == 2:
+            raise StoppedError
+
+    monkeypatch.setattr(Work, "save", stop)
+    out = tmp_path / "twice.safetensors"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("compact", str(folder), str(folder / "context.json"), "--out", str(out), "--name", "tiny"),
+            *options,
+            *("--work", str(work)),
+        ],
+    )
+    assert isinstance(done.exception, StoppedError)
+    assert not out.exists()
+    with pytest.raises(ConfigError, match="another model, context or recipe"):
+        compact(folder, out, *options[:-1], "0.5", "--work", str(work))
+    compact(folder, out, *options, "--work", str(work))
+    assert len(saved) == 4, "two of four layers were left"
+    assert list(work.iterdir()) == []
+    once, twice = CompactPrefix.load(tmp_path / "once.safetensors"), CompactPrefix.load(out)
+    for name, tensor in once.tensors().items():
+        assert torch.equal(tensor, twice.tensors()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ratio", "1"], "--ratio 1.0"),
+        (["--ratio", "-0.1"], "--ratio -0.1"),
+        (["--method", "best"], "--method best"),
+        (["--method", "kvzip", "--selector", "omp"], "'omp'"),
+        (["--method", "kvzip", "--selector", "raw_max"], "raw_max"),
+        (["--method", "kvzip", "--selector", "head"], "head-scores"),
+        (["--method", "kvzip", "--queries", "repeat"], "leave --queries out"),
+        (["--method", "am", "--selector", "pair"], "--selector pair"),
+        (["--method", "am", "--selector", "indexer_omp"], "no indexer"),
+        (["--method", "am", "--queries", "all"], "--queries all"),
+        (["--method", "am", "--queries", "given"], "belong together"),
+        (["--method", "random", "--selector", "pair"], "has no selector"),
+        (["--system-tokens", "80"], "--system-tokens 80"),
+        (["--dtype", "fp8"], "--dtype fp8"),
+        (["--name", "./tiny"], "path"),
+    ],
+)
+def test_options_that_cannot_work_are_told(options: list[str], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compact(folder, tmp_path / "x.safetensors", *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_cannot_be_read_are_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        compact(folder, tmp_path / "x.safetensors", context="none.txt")
+    with pytest.raises(ConfigError, match="safetensors"):
+        compact(folder, tmp_path / "x.bin")
+    (folder / "bad.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="JSON list"):
+        compact(folder, tmp_path / "x.safetensors", context="bad.json")
+    (folder / "large.json").write_text("[5, 100000]")
+    with pytest.raises(ConfigError, match="0 to 127"):
+        compact(folder, tmp_path / "x.safetensors", context="large.json")
+
+
+def test_inspect_needs_no_torch_and_notices_damage(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "prefix.safetensors"
+    compact(folder, out, "--method", "kvzip", "--ratio", "0.5")
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"sys.argv = ['kvtier', 'compact', 'inspect', {str(out)!r}, '--json']\n"
+        "from kvtier.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["context"]["tokens"] == T
+    assert told["sets"] == "sets of different sizes"
+    assert sum(sum(counts) for counts in told["rows"]) == 4 * 2 * T // 2
+    table = CliRunner().invoke(app, ["compact", "inspect", str(out)])
+    assert "50.00 %" in table.output
+    raw = bytearray(out.read_bytes())
+    raw[-1] ^= 1
+    out.write_bytes(raw)
+    failed = CliRunner().invoke(app, ["compact", "inspect", str(out)])
+    assert isinstance(failed.exception, ArtefactError)
+    assert "checksum" in str(failed.exception)
