@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
     from kvtier.config import Config
@@ -59,7 +59,9 @@ def diff(
     Defaults are filled in and units are normalized first, so that only what matters is a difference. Nothing is read
     while a process runs: every difference counts from its next start on. Exit status 1 if there is a difference.
     """
-    a, b = _only_block(before), _only_block(after)
+    from kvtier.cli.config_sources import only_block
+
+    a, b = only_block(before)[0], only_block(after)[0]
     found = list(differences(a, b))
     lost = any(Effect.NAMESPACE in one.effects for one in found)
     if as_json:
@@ -209,17 +211,3 @@ def _policies(config: Config) -> list[str]:
         PageSpec.mla(layers=1, page_tokens=64, dtype=DType.BF16),
     )
     return [policy_of(open_codec(config, spec)).encoded() for spec in specs]
-
-
-def _only_block(path: str) -> Config:
-    from kvtier.cli.config_sources import read_source
-    from kvtier.config import Config
-
-    source = read_source(path)
-    if len(source.blocks) > 1:
-        raise ConfigError(f"config file {path!r} holds {len(source.blocks)} blocks: give a file with one of them")
-    block, mistakes = source.blocks[0].read() if source.blocks else (None, list(source.mistakes))
-    if not isinstance(block, Config):
-        text = "; ".join(m.text for m in mistakes) or "it has no tiers"
-        raise ConfigError(f"config file {path!r}: {text}")
-    return block

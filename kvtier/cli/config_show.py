@@ -16,7 +16,9 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from kvtier.config import Config
 
-File = Annotated[Path | None, typer.Argument(help="A configuration file.", show_default=False)]
+File = Annotated[
+    str | None, typer.Argument(help="A configuration file, also an engine's own; - is stdin.", show_default=False)
+]
 
 
 def show(
@@ -41,27 +43,31 @@ def show(
     Behind each value is its origin: default, file, or option. Secrets are shown as ***, those in the environment by the
     names of their variables.
     """
+    from kvtier.cli.config_sources import only_block
     from kvtier.cli.config_text import Leaf, as_yaml, leaves
-    from kvtier.config import load_config
 
     given = serve_options.Given(
         listen, http, host_capacity, nvme, password_file, tls_cert, tls_key, tls_client_ca, max_connections, max_value
     )
-    path = file or config
+    path = file or (str(config) if config is not None else None)
     if path is not None and (given.any or (file and config)):
-        raise ConfigError(f"config file {str(path)!r} already says everything: give either a file, once, or options")
+        raise ConfigError(f"config file {path!r} already says everything: give either a file, once, or options")
     if path is None and not given.any:
         raise ConfigError("there is nothing to show: give a file, or the options of kvtier serve")
-    block = load_config(path) if path is not None else given.block()
-    origin = "file" if path is not None else "option"
+    if path is None:
+        block, named, origin = given.block(), None, "option"
+    else:
+        block, found = only_block(path)
+        named, origin = set(found.options), "file"
 
     def of(leaf: Leaf) -> str:
-        return origin if leaf.given else "default"
+        filled_in = named is not None and leaf.place[0] not in named  # by an engine's door, which has tiers of its own
+        return origin if leaf.given and not filled_in else "default"
 
     environment = _environment(block)
     if as_json:
         rows = {leaf.option: {"value": leaf.shown, "origin": of(leaf)} for leaf in leaves(block)}
-        print(json.dumps({"file": None if path is None else str(path), "options": rows, "environment": environment}))
+        print(json.dumps({"file": path, "options": rows, "environment": environment}))
         return
     sys.stdout.write(as_yaml(block, of))
     for variable, what in environment.items():

@@ -100,6 +100,18 @@ def read_source(path: str) -> Source:
     return Source(path, tuple(_without_own(block) for block in blocks), tuple(mistakes), lines, twice)
 
 
+def only_block(path: str) -> tuple[Config, Block]:
+    """The one whole block of a file, validated, and as it stands there. Raises ConfigError."""
+    source = read_source(path)
+    if len(source.blocks) > 1:
+        raise ConfigError(f"config file {path!r} holds {len(source.blocks)} blocks: give a file with one of them")
+    config, mistakes = source.blocks[0].read()
+    if source.mistakes or not isinstance(config, Config):
+        text = "; ".join(m.text for m in (*source.mistakes, *mistakes)) or "it has no tiers; give a whole block"
+        raise ConfigError(f"config file {path!r}: {text}")
+    return config, source.blocks[0]
+
+
 def _text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")

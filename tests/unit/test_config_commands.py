@@ -365,6 +365,16 @@ def test_a_part_that_is_not_given_is_all_default(run: Run, write: Callable[..., 
     assert told["options"]["tiers[0].capacity"]["origin"] == "file"
 
 
+def test_an_engines_own_options_are_shown_too(run: Run, write: Callable[..., str]) -> None:
+    params = {"attention": "vllm", "workers": 3}
+    text = run("show", write(json.dumps({**ADAPTER, "adapter_params": params})))[1]
+    assert re.search(r"workers: 3 +# file", text)
+    assert re.search(r"capacity: 4GiB +# default", text), "LMCache's door has tiers of its own"
+    code, _, err = run("show", write(json.dumps({**ADAPTER, "adapter_params": {"attention": "x"}})))
+    assert code == 2 and "vllm, sglang" in err
+    assert "give a whole block" in run("show", write({"kv_cache_compression_config": []}))[2]
+
+
 def test_options_of_serve_are_an_origin(run: Run) -> None:
     code, text, _ = run(
         "show", "--host-capacity", "4GiB", "--nvme", "/d:1GiB", "--listen", "unix:/s", "--http", "127.0.0.1:1"
