@@ -45,7 +45,10 @@ def extend(
         slots = req_to_token[req_pool_indices[i], :total]
         q = query[done : done + new].transpose(0, 1)
         k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
-        seen = torch.arange(total) <= torch.arange(cached, total)[:, None] if causal else None
+        places, rows = torch.arange(total), torch.arange(cached, total)[:, None]
+        seen = places <= rows if causal else None
+        if seen is not None and sliding_window_size is not None and sliding_window_size > -1:
+            seen &= places >= rows - sliding_window_size
         out = scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=seen, scale=scaling, enable_gqa=enable_gqa
         )

@@ -6,6 +6,7 @@ again before they load plugins, so what is patched at module level is patched in
 KVTIER_TEST_SDPA=1     replaces the CPU attention of prefills
 KVTIER_TEST_HOST=1     lets a CPU have the host pools of the hierarchical cache
 KVTIER_TEST_FP8=1      lets a CPU without Intel AMX have an FP8 cache, see `allow_fp8`
+KVTIER_TEST_POOLS=1    lets a CPU attend over latent rows and sliding windows, see `attend_over_pools`
 KVTIER_TEST_FAIL=FILE  the next load fails in its second layer after FILE was created (and removes it)
 """
 
@@ -41,6 +42,38 @@ def allow_fp8() -> None:
     HookRegistry.register(target, configure, HookType.AROUND)
 
 
+def attend_over_pools() -> None:
+    """Two things that SGLang's torch attention lacks. Over latent rows: it is told to attend in their space always,
+    where it would compute keys and values and then read them from a pool that has none. Over a sliding window: its
+    rows are read at their own slots, where it reads them at those of the pool of full attention."""
+    from types import SimpleNamespace
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def absorbed(original: Any, *arguments: Any, **named: Any) -> Any:
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+        AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+        return original(*arguments, **named)
+
+    def windowed(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *more: Any, **named: Any) -> Any:
+        if not backend.use_sliding_window_kv_pool or layer.sliding_window_size in (None, -1):
+            return original(backend, q, k, v, layer, *more, **named)
+        rows = backend.req_to_token_pool
+        slots = backend.token_to_kv_pool.full_to_swa_index_mapping[rows.req_to_token.long()]
+        backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+        try:
+            return original(backend, q, k, v, layer, *more, **named)
+        finally:
+            backend.req_to_token_pool = rows
+
+    attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", absorbed, HookType.AROUND)
+    for name in ("forward_extend", "forward_decode"):
+        HookRegistry.register(attention + name, windowed, HookType.AROUND)
+
+
 def patch_loads(marker: Path) -> None:
     from kvtier.connectors.sglang.loads import BatchLoad
 
@@ -61,6 +94,8 @@ if os.environ.get("KVTIER_TEST_HOST") == "1":
     sglang_on_cpu.allow_host_pools()
 if os.environ.get("KVTIER_TEST_FP8") == "1":
     allow_fp8()
+if os.environ.get("KVTIER_TEST_POOLS") == "1":
+    attend_over_pools()
 if os.environ.get("KVTIER_TEST_FAIL"):
     patch_loads(Path(os.environ["KVTIER_TEST_FAIL"]))
 
