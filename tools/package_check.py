@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("connectors", "kernels", "storage_backends")
-LEAVES = ("kvtier.codecs.lossless", "kvtier.telemetry")
+LEAVES = ("kvtier.codecs.lossless", "kvtier.compression.compaction.matching_reference", "kvtier.telemetry")
 """Modules of the core that need an extra, and say which."""
 NOT_SHIPPED = {".cpp", ".h", ".hpp", ".pyc", ".so"}
 
@@ -27,15 +27,20 @@ import kvtier, kvtier.kernels._native
 core = [m.name for m in pkgutil.walk_packages(kvtier.__path__, "kvtier.", onerror=lambda name: None)]
 core = [name for name in core if name.split(".")[1] not in ("cli", "connectors", "kernels", "testing")]
 from kvtier.errors import MissingExtraError
-leaves = []
+leaves, tensors = [], []
 for name in core:
     try:
         importlib.import_module(name)
     except MissingExtraError:
         leaves.append(name)
+    except ModuleNotFoundError as e:
+        # Reached through connectors and commands only, which name the extra.
+        if e.name != "torch" or not name.startswith("kvtier.compression.compaction."):
+            raise
+        tensors.append(name)
 folders = ("connectors", "kernels", "storage_backends")
 print(json.dumps({
-    "modules": len(core) - len(leaves),
+    "modules": len(core) - len(leaves) - len(tensors),
     "leaves": leaves,
     "bare": [n for n in folders if importlib.util.find_spec(n)],
     "folders": [n for n in folders if importlib.util.find_spec("kvtier." + n)],
