@@ -19,7 +19,7 @@ from kvtier.cli.config_validate import examine
 from kvtier.cli.doctor_line import State
 from kvtier.config import load_config
 
-from .chart import ALL_VALUES, Helm
+from .chart import ALL_VALUES, DEPLOY, Helm
 from .pod import ROOT, Namespaces, Pod, opened, programs, wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
@@ -316,6 +316,12 @@ def test_rendered_configurations_are_valid(name: str, helm: Helm, tmp_path: Path
                 assert (load_config(tmp_path / file).server is not None) is (file == "server.yaml")
                 seen += 1
     assert seen
+
+
+@pytest.mark.parametrize("file", ["compose/server.yaml", "compose/engine.yaml", "systemd/server.yaml"])
+def test_configurations_for_people_without_kubernetes_are_valid(file: str) -> None:
+    said = [*examine(str(DEPLOY / file))]
+    assert not [one for one in said if one.finding.state is State.BAD], said
 
 
 def test_programs_are_named_once() -> None:
