@@ -4,7 +4,7 @@
 
 As root on Debian with mmdebstrap. FROM debian:... becomes a minimal installation of that release, without manuals, as
 the slim images are. Known are FROM, RUN (with SHELL), COPY (--from a stage), ENV, WORKDIR, USER; the rest is for
-whoever runs the image. --bind: paths of this machine that steps see too, such as pip's configuration; --env:
+whoever runs the image. --bind: paths of this machine that steps can read, such as pip's configuration; --env:
 variables that they get. DIR/STAGE is left behind; sizes are of files, as in the uncompressed layers of an image.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASES = {"12": "bookworm", "13": "trixie"}
+_PRIVATE = "KVTIER_CHROOT_IMAGE_PRIVATE"
 SLIM = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale", "info", "lintian")]
 
 
@@ -135,9 +136,9 @@ class Builder:
 
     @contextmanager
     def _mounted(self, root: Path) -> Iterator[None]:
-        paths = [Path("/proc"), Path("/dev"), Path("/etc/resolv.conf"), *self.bind]
+        shared = [Path("/etc/resolv.conf"), *self.bind]
         with ExitStack() as stack:
-            for path in paths:
+            for path in [Path("/proc"), Path("/dev"), *shared]:
                 inside = root / str(path).lstrip("/")
                 made = not inside.exists()
                 if path.is_dir():
@@ -147,6 +148,8 @@ class Builder:
                     inside.touch()
                 subprocess.run(["mount", "--bind", str(path), str(inside)], check=True)
                 stack.callback(self._unmount, inside, made)
+                if path in shared:  # packages that are installed in there must not write to this machine's files
+                    subprocess.run(["mount", "-o", "remount,bind,ro", str(inside)], check=True)
             yield
 
     @staticmethod
@@ -160,12 +163,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="folder for the stages")
-    parser.add_argument("--bind", type=Path, action="append", default=[], help="a path that steps see too")
+    parser.add_argument("--bind", type=Path, action="append", default=[], help="a path that steps can read")
     parser.add_argument("--env", action="append", default=[], help="a variable that steps get")
     given = parser.parse_args()
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         print("needs root, and mmdebstrap: apt-get install mmdebstrap", file=sys.stderr)
         return 2
+    if os.environ.get(_PRIVATE) != "1":  # mounts of our own end with us, whatever happens: nothing of theirs is deleted
+        again = ["unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv]
+        os.execvpe(again[0], again, {**os.environ, _PRIVATE: "1"})
     given.work.mkdir(parents=True, exist_ok=True)
     final = Builder(given.work.resolve(), given.bind, given.env).build(given.dockerfile)
     whole = size_of(final.root)

@@ -1,8 +1,8 @@
 """Renders the chart for the tests, in a process of its own: Helm brings the Go runtime along, which does not belong
 into a process that forks and takes signals.
 
-A JSON object a line, ``{"values", "release", "namespace"}``, ``{"lint": values}`` or ``{"package": folder}``; the answer's
-line is ``{"text"}`` or ``{"error"}``, ``{"messages"}``, ``{"files"}``. Its argument is the project's folder."""
+A JSON object a line, ``{"values", "release", "namespace"}``, ``{"lint": values}`` or ``{"package": folder}``; the
+answer is ``{"text"}`` or ``{"error"}``, ``{"messages"}``, ``{"files"}``. Its argument is the project's folder."""
 
 from __future__ import annotations
 
