@@ -22,7 +22,7 @@ from kvtier.compression.compaction.matching import MatchingOptions
 from kvtier.compression.compaction.prefix import Compaction, LayerSelection, Progress
 from kvtier.compression.compaction.recipe import Recipe, budget_tokens
 from kvtier.connectors.transformers.attention import Family, FamilyKind, restore, snapshot
-from kvtier.connectors.transformers.compact_serving import CompactServing
+from kvtier.connectors.transformers.compact_serving import IMPLEMENTATIONS, CompactServing
 from kvtier.connectors.transformers.compaction import compacted, held_positions
 from kvtier.connectors.transformers.fitting_queries import FittingSequence, context_queries
 from kvtier.connectors.transformers.kvzip import Checkpoint, State, protected_positions
@@ -113,6 +113,19 @@ def match_context(
         )
     if not sequences and not plan.context:
         raise ConfigError("no queries to fit: give fitting sequences, or set context")
+    longest = max((len(s.token_ids) for s in (*sequences, *held_out)), default=0)
+    limit = getattr(family.config, "max_position_embeddings", None)
+    if limit is not None and len(token_ids) + longest > limit:
+        raise ConfigError(
+            f"a context of {len(token_ids)} tokens and a fitting sequence of {longest} behind it: the model has "
+            f"{limit} positions; cut the sequences (chunk_tokens of repeat, new_tokens of self_study) or the context"
+        )
+    implementation = family.model.config._attn_implementation
+    if plan.on_policy and implementation not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attn_implementation = {implementation!r}: compacted layers need masks of numbers: load the model with "
+            f"{' or '.join(IMPLEMENTATIONS)}, or set on_policy to false"
+        )
     matching = _Matching(family, cache, token_ids, recipe, list(sequences), list(held_out), plan)
     return matching.run(state, checkpoint, progress)
 

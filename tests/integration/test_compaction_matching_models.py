@@ -3,18 +3,12 @@ served ones lead to, and ratio 0, seeds and interruptions change nothing."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from compact_models import context, tiny
 
 from kvtier.compression.compaction import matching_reference as reference
 from kvtier.compression.compaction.artefact import ModelIdentity
@@ -40,6 +34,7 @@ from kvtier.connectors.transformers.layer_steps import LayerSteps
 from kvtier.connectors.transformers.matching import MatchingPlan, match_context
 from kvtier.connectors.transformers.matching_layer import blocks_of
 from kvtier.errors import ConfigError
+from tests.compact_models import context, tiny
 
 TOKENS = 60
 IDS = context(TOKENS)
@@ -354,7 +349,7 @@ def test_texts_of_every_source() -> None:
         FittingSequence((1, 2, 3), 3)
 
 
-def test_what_does_not_go_together() -> None:
+def test_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     family, cache = family_of(model), prefill(model, IDS)
     with pytest.raises(ConfigError, match="llama has no indexer"):
@@ -363,5 +358,10 @@ def test_what_does_not_go_together() -> None:
         match_context(family, cache, IDS, recipe(0.5, "hak"), texts())
     with pytest.raises(ConfigError, match="no queries to fit"):
         match_context(family, cache, IDS, recipe(), [])
+    with pytest.raises(ConfigError, match="the model has 1024 positions"):
+        match_context(family, cache, IDS, recipe(), texts(1, 1000))
+    monkeypatch.setattr(model.config, "_attn_implementation", "flex_attention")
+    with pytest.raises(ConfigError, match="attn_implementation = 'flex_attention'"):
+        match_context(family, cache, IDS, recipe(), texts())
     with pytest.raises(ConfigError, match="block_tokens = 1"):
         replace(MatchingPlan(), block_tokens=1)
