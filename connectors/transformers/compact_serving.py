@@ -29,6 +29,9 @@ from kvtier.errors import ConfigError, SpecError
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 
+TokenIds = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
+"""``[batch, n]``, or one sequence."""
+
 
 class CompactRows(DynamicLayer):
     """Compact rows, then rows of tokens behind them. `removed`: rows less than the context had tokens."""
@@ -120,7 +123,7 @@ class CompactServing:
         cache.layers = layers
         return cache
 
-    def generate(self, token_ids: torch.Tensor | Sequence[int], **kwargs: Any) -> Any:
+    def generate(self, token_ids: TokenIds, **kwargs: Any) -> Any:
         """``model.generate`` from the prefix: `token_ids` ``[batch, n]`` (or one sequence) are what follows it. The
         answer holds them and what the model added, never the context. Raises ConfigError for options that need the
         context's own tokens."""
@@ -140,7 +143,7 @@ class CompactServing:
             cache = self.new_cache(ids.shape[0])
         return self._model.generate(ids, attention_mask=mask, **{cache_argument(self._model): cache}, **kwargs)
 
-    def forward(self, token_ids: torch.Tensor | Sequence[int], cache: CompactCache | None = None, **kwargs: Any) -> Any:
+    def forward(self, token_ids: TokenIds, cache: CompactCache | None = None, **kwargs: Any) -> Any:
         """The model's answer for `token_ids` ``[batch, n]`` behind `cache` (None: the prefix alone)."""
         ids = self._ids(token_ids)
         cache = cache if cache is not None else self.new_cache(ids.shape[0])
@@ -171,7 +174,7 @@ class CompactServing:
 
     # -- preparing -----------------------------------------------------------------------------------------------------
 
-    def _ids(self, token_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def _ids(self, token_ids: TokenIds) -> torch.Tensor:
         if not self._hooks and not all(served.identity for served in self._served):
             raise SpecError("the prefix is not being served: use the object in a `with` block")
         ids = torch.as_tensor(token_ids, device=next(self._model.parameters()).device)

@@ -14,15 +14,12 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from compact_models import VOCABULARY, context, tiny
-
 from kvtier.cli.app import app
 from kvtier.cli.compact_run import Work
 from kvtier.compression.compaction.artefact import CompactPrefix
 from kvtier.connectors.transformers.compact_serving import CompactServing
 from kvtier.errors import ArtefactError, ConfigError, KVTierError
+from tests.compact_models import VOCABULARY, context, tiny
 
 T = 80
 

@@ -3,7 +3,6 @@ in place, computed here the plain way; and with nothing removed it is the model 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from compact_models import context, tiny
 
 from kvtier.compression.compaction.artefact import CompactPrefix
 from kvtier.compression.compaction.baselines import choose
@@ -32,6 +27,7 @@ from kvtier.connectors.transformers.compaction import (
     whole,
 )
 from kvtier.errors import ArtefactError, ConfigError, SpecError
+from tests.compact_models import context, tiny
 
 T = 60
 NEW = context(7, seed=1)

@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from compact_models import context, tiny
-
 from kvtier.compression.compaction.artefact import CompactPrefix
 from kvtier.compression.compaction.baselines import choose
 from kvtier.compression.compaction.prefix import Compaction, LayerSelection, Recipe
@@ -26,6 +22,7 @@ from kvtier.connectors.transformers import PrefixCache
 from kvtier.connectors.transformers.compact_serving import CompactServing
 from kvtier.connectors.transformers.compaction import compacted, heads_of, identity_of, prefill
 from kvtier.errors import CapacityError
+from tests.compact_models import context, tiny
 
 T = 300
 NEW = context(7, seed=1)
@@ -167,8 +164,8 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-from compact_models import context, tiny
-from test_compact_store import NEW, RECIPE, T, block
+from tests.compact_models import context, tiny
+from tests.integration.test_compact_store import NEW, RECIPE, T, block
 from kvtier.compression.compaction.storage import CompactStore
 from kvtier.connectors.transformers.compact_serving import CompactServing
 from kvtier.connectors.transformers.compaction import identity_of
@@ -207,7 +204,7 @@ def test_stored_evicted_to_nvme_and_continued_in_a_new_process(quant: str, tmp_p
         tokens = serving.generate([NEW], max_new_tokens=16, do_sample=False)[0].tolist()
         logits = serving.forward(NEW).logits[0, -1].double().tolist()
     done = subprocess.run(
-        [sys.executable, "-c", NEW_PROCESS, str(Path(__file__).parent), str(tmp_path), quant],
+        [sys.executable, "-c", NEW_PROCESS, str(Path(__file__).parents[2]), str(tmp_path), quant],
         capture_output=True,
         text=True,
         timeout=200,
