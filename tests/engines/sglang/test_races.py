@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,3 +329,52 @@ def test_pages_are_not_read_before_the_events_that_say_they_are_written(start: A
     restored = engine.admit(engine.request("again", TOKENS[:48]))
     assert all((t == 3.0).all() for pair in restored.forward() for t in pair)
     assert restored.finish() and restored.loaded == 48
+
+
+def test_memory_is_given_back_after_copies_have_ended(start: Any, tiny: Path, monkeypatch: Any) -> None:
+    """The engine, idle, releases the memory of its pages; one of them is still being copied out."""
+    from sglang.srt.managers.io_struct import (
+        CheckWeightsReqInput,
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
+    )
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    from kvtier.connectors.sglang import hold
+
+    from .harness import config, key_of
+
+    engine = start(tiny, config(workers=1))
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=engine.cache))
+    real, go = engine.linker._mover._encode, threading.Event()
+
+    def gated(*args: Any) -> Any:
+        go.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(engine.linker._mover, "_encode", gated)
+    slots = engine.allocator.alloc(64)
+    for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
+        buffer[slots] = 4.0
+    engine.cache.insert(InsertParams(key=key_of(TOKENS[:64]), value=slots))
+    threading.Timer(0.2, go.set).start()
+    hold.memory_released(updater, ReleaseMemoryOccupationReqInput())
+    assert go.is_set() and engine.linker.num_completed_offloads() == 1
+    engine.flush()  # the memory is overwritten
+    restored = engine.admit(engine.request("after", TOKENS[:64]))
+    assert restored.loaded == 64 and all((t == 4.0).all() for pair in restored.forward() for t in pair)
+    assert restored.finish()
+
+    # What comes back may be anything, where it held weights.
+    before = engine.linker._namespace
+    for request, changes in (
+        (ResumeMemoryOccupationReqInput(tags=["kv_cache"]), False),
+        (CheckWeightsReqInput(action="checksum"), False),
+        (ResumeMemoryOccupationReqInput(), True),
+        (CheckWeightsReqInput(action="reset_tensors"), True),
+    ):
+        hold.weights_change(updater, request)
+        assert (engine.linker._namespace != before) == changes, request
+        before = engine.linker._namespace
+    engine.flush()
+    assert engine.admit(engine.request("later", TOKENS[:64])).loaded == 0
