@@ -6,6 +6,8 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -50,29 +52,36 @@ def serve(
         raise ConfigError(f"config file {str(config)!r} has no block 'server': add one with the option listen")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     sys.setswitchinterval(0.0005)  # a small GET must not wait 5 ms for each thread that is busy with a large SET
-    told_to_stop = _signals()
-    running = CacheServer(
-        block, ServerOptions.of(block.server), None if block.http is None else HttpOptions.of(block.http)
-    )
-    try:
-        for where in running.listening:
-            typer.echo(f"listening on {where}")
-        if running.http is not None:
-            typer.echo(f"metrics and health on {running.http.url}")
-        sys.stdout.flush()
-        told_to_stop.recv(1)
-    finally:
-        running.stop()
+    with _signals() as told_to_stop:
+        running = CacheServer(
+            block, ServerOptions.of(block.server), None if block.http is None else HttpOptions.of(block.http)
+        )
+        try:
+            for where in running.listening:
+                typer.echo(f"listening on {where}")
+            if running.http is not None:
+                typer.echo(f"metrics and health on {running.http.url}")
+            sys.stdout.flush()
+            told_to_stop.recv(1)
+        finally:
+            running.stop()
 
 
-def _signals() -> socket.socket:
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
     """Where a byte arrives at SIGTERM and SIGINT.
 
     Python's own handlers run in the main thread, when that wakes up; but the kernel gives a signal to any thread, one
     that is just being started say, and a main thread that waits for a lock would then sleep on. Bytes wake it."""
     receives, sends = socket.socketpair()
-    sends.setblocking(False)
-    signal.set_wakeup_fd(sends.detach(), warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    return receives
+    with receives, sends:
+        sends.setblocking(False)
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = signal.set_wakeup_fd(sends.fileno(), warn_on_full_buffer=False)
+        handlers = [signal.signal(number, lambda *_: None) for number in numbers]
+        try:
+            yield receives
+        finally:
+            for number, handler in zip(numbers, handlers, strict=True):
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
