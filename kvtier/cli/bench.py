@@ -130,7 +130,10 @@ def sglang(
     chosen = {"models": model, "codecs": codec, "cold": cold, "hits": hits}
     options: dict[str, Any] = {"directory": directory, "report": report}
     options |= {name: value for name, value in chosen.items() if value}
-    _show("kvtier.cli.bench_sglang", "sglang", as_json, options)
+    _show("kvtier.cli.bench_sglang", "sglang", as_json, options, _SGLANG_COLUMNS)
+
+
+_SGLANG_COLUMNS = ("model", "system", "codec", "served_from", "ttft_s", "runs", "scheduler_ms", "cost_percent")
 
 
 def _check_impls(names: list[str]) -> None:
@@ -142,7 +145,10 @@ def _check_impls(names: list[str]) -> None:
             raise ConfigError(f"--impl {name}: this machine has {', '.join(here)}")
 
 
-def _show(module: str, title: str, as_json: bool, options: dict[str, Any]) -> None:
+def _show(
+    module: str, title: str, as_json: bool, options: dict[str, Any], chosen: tuple[str, ...] | None = None
+) -> None:
+    """Run and print. chosen: of many columns those that fit on a screen."""
     run: Callable[..., list[dict[str, Any]]] = importlib.import_module(module).run
     rows = run(**options)
     if as_json:
@@ -152,7 +158,7 @@ def _show(module: str, title: str, as_json: bool, options: dict[str, Any]) -> No
     from rich.table import Table
 
     table = Table(title=title)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(chosen or dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
         table.add_column(column, justify="right" if numeric else "left")
