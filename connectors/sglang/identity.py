@@ -10,20 +10,20 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.checkpoint import fingerprint_checkpoint, tensor_heads
 from kvtier.codecs.checkpoint_scales import read_scales
-from kvtier.errors import ConfigError, EngineError
+from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint_weights
 from kvtier.model_config import rotary_dim_of
 from kvtier.spec import Role
 
 _log = logging.getLogger(__name__)
 
-_HEAD_BYTES = 4096
 _READABLE = ("auto", "safetensors")
 _WEIGHTS_OPTIONS = (
     "quantization",
@@ -35,8 +35,6 @@ _WEIGHTS_OPTIONS = (
     "custom_weight_loader",
     "uno_lora_path",
 )
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of config.json that may differ between two copies of one model. The cache's dtype is in the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +85,15 @@ def weights_fingerprint(folder: Path | None, load_format: str, overrides: Mappin
     formats), a random one: pages are then found again by this engine only, until it restarts."""
     if load_format == "dummy":
         return secrets.token_hex(32)
-    shards = sorted(folder.glob("*.safetensors")) if folder is not None and load_format in _READABLE else []
-    if folder is None or not shards:
+    found = fingerprint_checkpoint(folder, overrides) if folder is not None and load_format in _READABLE else None
+    if found is None:
         _log.warning(
             "no safetensors weights to identify this model by (load format %r): its pages are not shared with other "
             "engines and not found after a restart",
             load_format,
         )
         return secrets.token_hex(32)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config = {k: v for k, v in config.items() if k not in _NOT_IDENTITY}
-    return fingerprint_weights({"config": config, **overrides}, (t for shard in shards for t in _tensors(shard)))
+    return found
 
 
 def lora_fingerprint(adapters: Any) -> str:
@@ -109,7 +105,7 @@ def lora_fingerprint(adapters: Any) -> str:
         folder = Path(adapter.lora_path)
         shards = sorted(folder.glob("*.safetensors"))
         content = (
-            fingerprint_weights(_adapter_config(folder), (t for shard in shards for t in _tensors(shard)))
+            fingerprint_weights(_adapter_config(folder), (t for shard in shards for t in tensor_heads(shard)))
             if shards
             else secrets.token_hex(32)
         )
@@ -150,18 +146,3 @@ def _model_folder(path: str, args: Any) -> Path | None:
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         _log.warning("model %r was not found in the local cache: %s", path, error)
         return None
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, list[int], str, bytes]]:
-    """Name, shape, dtype and first bytes of every tensor of a safetensors file, reading no more than that."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= 100_000_000:
-            raise EngineError(f"{path} is not a safetensors file: its header claims {size} bytes")
-        header = json.loads(file.read(size))
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
-            file.seek(8 + size + start)
-            yield name, tensor["shape"], tensor["dtype"], file.read(min(_HEAD_BYTES, end - start))
