@@ -149,6 +149,8 @@ def page(
         "nats per token of the right answer. Accuracy: how often it is likelier per token than three wrong ones of its "
         "kind (25 % by chance). `±` is the standard deviation of the runs' means. Ratio: share of tokens removed.",
         "",
+        _machine(),
+        "",
         f"Whole context: NLL {first['nll']:.3f} ± {first['nll_spread']:.3f}, accuracy {100 * first['accuracy']:.0f} ± "
         f"{100 * first['accuracy_spread']:.0f} %.",
         "",
@@ -176,7 +178,8 @@ def page(
         "## What the figures show, and what they do not",
         "",
         "Differences of NLL per question, averaged by context, with twice their standard error over contexts. In bold "
-        "where the difference is larger than that; all others are noise, and say nothing about which is better.",
+        "where the difference is larger than that; all others are noise, and say nothing about which is better. About "
+        "one comparison in twenty would be bold by chance.",
         "",
         *_differences(measured, plan),
         "",
@@ -236,6 +239,19 @@ def page(
         "",
     ]
     return "\n".join(out)
+
+
+def _machine() -> str:
+    """What the figures were measured on and with."""
+    import os
+    from importlib import metadata
+
+    from kvtier import __version__
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("torch", "transformers"))
+    return f"On {os.cpu_count()} cores of {name}; kvtier {__version__}, {versions}."
 
 
 def _differences(measured: Sequence[Measured], plan: Plan) -> list[str]:
