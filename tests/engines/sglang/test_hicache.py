@@ -251,7 +251,7 @@ def test_a_name_that_is_used_again_during_a_load_leaves_its_pages_pinned(lab: An
     keys = lab.names(4)
     assert storage.batch_set_v1(keys, lab.slots(range(4))) == [True] * 4
     mover = storage._pools["kv"].mover
-    real, answers = mover.onboard, []
+    real, answers = mover.onboard, list[str]()
 
     def interrupted(lookup: Any, *args: Any, **kwargs: Any) -> Any:
         if not answers:

@@ -22,7 +22,11 @@ def run(tmp_path: Path) -> Iterator[Any]:
     def start(model: Path, block: dict[str, Any], layout: str) -> EngineProcess:
         for engine in running:
             engine.kill()
-        options: dict[str, Any] = {"kv_connector": "kvtier-hicache", "hicache_io_backend": "direct", "hicache_mem_layout": layout}
+        options: dict[str, Any] = {
+            "kv_connector": "kvtier-hicache",
+            "hicache_io_backend": "direct",
+            "hicache_mem_layout": layout,
+        }
         running.append(EngineProcess(model, block, tmp_path / "run", page_size=16, **options))
         return running[-1]
 
