@@ -186,7 +186,7 @@ def test_memory_follows_capacities(helm: Helm, host: str, nvme: str, value: str)
     values = {"cache": {"hostCapacity": host, "valueSize": value, "nvme": {"capacity": nvme, "volume": volume}}}
     pod = pod_of(one(helm.render(values), "StatefulSet", "kvtier-engine"))
     held = parse_bytes(host) + (parse_bytes(nvme) if nvme else 0)
-    least = parse_bytes(host) + held // parse_bytes(value) * 1024 + (512 << 20)
+    least = parse_bytes(host) + held // parse_bytes(value) * 1536 + (512 << 20)
     got = mib(container(pod, "cache")["resources"]["limits"]["memory"]) << 20
     assert least <= got <= least * 1.02 + (2 << 20)
     if nvme:
@@ -321,7 +321,7 @@ def test_never_two_servers_on_the_directories_of_a_node(helm: Helm) -> None:
 def test_an_archive_of_the_chart_is_the_chart(helm: Helm, tmp_path: Path) -> None:
     files = helm.packed(tmp_path)
     notes = files.pop("kvtier/templates/NOTES.txt")
-    assert "The Secret kvtier must be there" in notes and "17076 MiB for 16GiB of values" in notes
+    assert "The Secret kvtier must be there" in notes and "17084 MiB for 16GiB of values" in notes
     found = [o for text in files.values() for o in yaml.safe_load_all(text) if o]
     assert sorted(found, key=str) == sorted(helm.render({}), key=str)
 

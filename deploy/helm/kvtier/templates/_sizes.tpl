@@ -17,15 +17,15 @@
 {{- printf "%.0f" (divf (include "kvtier.bytes" . | float64) 1048576.0 | ceil) -}}
 {{- end -}}
 
-{{/* MiB of the cache server without its values: 512 for the process, its connections and what waits to be written; 1 KiB
-per value for the index (measured: docs/results/deploy.md). */}}
+{{/* MiB of the cache server without its values: 512 for the process, its connections and what waits to be written; 1.5
+KiB per value for the index (measured: docs/results/deploy.md). */}}
 {{- define "kvtier.cacheOverheadMib" -}}
 {{- $held := include "kvtier.bytes" (dict "value" .Values.cache.hostCapacity "name" "cache.hostCapacity") | float64 -}}
 {{- with .Values.cache.nvme.capacity -}}
 {{- $held = addf $held (include "kvtier.bytes" (dict "value" . "name" "cache.nvme.capacity") | float64) -}}
 {{- end -}}
 {{- $value := include "kvtier.bytes" (dict "value" .Values.cache.valueSize "name" "cache.valueSize") | float64 -}}
-{{- printf "%.0f" (addf 512.0 (divf (mulf (divf $held $value) 1024.0) 1048576.0 | ceil)) -}}
+{{- printf "%.0f" (addf 512.0 (divf (mulf (divf $held $value) 1536.0) 1048576.0 | ceil)) -}}
 {{- end -}}
 
 {{/* MiB that the cache server needs: its values, 1 % for page tables, and the rest. */}}
