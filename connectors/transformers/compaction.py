@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from kvtier.checkpoint import fingerprint_checkpoint
 from kvtier.compression.compaction.artefact import CompactPrefix, ModelIdentity
 from kvtier.compression.compaction.prefix import Compaction, LayerSelection, Progress, Recipe
 from kvtier.connectors.transformers.compat import cache_argument
@@ -17,10 +19,13 @@ from kvtier.errors import ConfigError, SpecError
 PREFILL_CHUNK_TOKENS = 512
 
 
-def identity_of(model: Any, name: str) -> ModelIdentity:
-    """Who `model` is. Reads 4 KiB of every weight. Raises ConfigError for a name that is a path."""
+def identity_of(model: Any, name: str, *, folder: Path | None = None) -> ModelIdentity:
+    """Who `model` is. Reads 4 KiB of every weight. folder: what it was loaded from. Raises ConfigError for a name that
+    is a path."""
     latent = getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
-    return ModelIdentity("mla" if latent else "dense", check_model_name(name), weights_fingerprint_of(model))
+    checkpoint = None if folder is None else fingerprint_checkpoint(folder)
+    family = "mla" if latent else "dense"
+    return ModelIdentity(family, check_model_name(name), weights_fingerprint_of(model), checkpoint or "")
 
 
 def prefill(

@@ -60,6 +60,9 @@ def run(
         Path | None, typer.Option(help="Scores per head for --selector head: safetensors with a tensor 'scores'.")
     ] = None,
     system_tokens: Annotated[int, typer.Option(help="First tokens of the context that always stay.")] = 0,
+    page_tokens: Annotated[
+        int, typer.Option(help="Keep whole pages of so many rows, as SGLang needs: its --page-size. Fewer are removed.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     name: Annotated[
         str | None, typer.Option(help="Name the model is known by; by default the last part of MODEL.")
@@ -74,6 +77,7 @@ def run(
     from kvtier.cli.compact_run import Job
 
     at_least(0, system_tokens=system_tokens)
+    at_least(1, page_tokens=page_tokens)
     if not 0.0 <= ratio < 1.0:
         raise ConfigError(f"--ratio {ratio}: it is the share of the tokens to remove; give 0 or more, and less than 1")
     if out.suffix != ".safetensors":
@@ -97,6 +101,7 @@ def run(
         given=given,
         head_scores=head_scores,
         system_tokens=system_tokens,
+        page_tokens=page_tokens,
         seed=seed,
         name=name or Path(model).name,
         dtype=dtype,
@@ -134,7 +139,7 @@ def inspect(
 ) -> None:
     """What FILE holds, and whether its bytes are whole. Needs no torch."""
     described, one_set = _read(file)
-    told = _told(described.manifest, one_set, file)
+    told = _told(described, one_set, file)
     if as_json:
         sys.stdout.write(json.dumps(told) + "\n")
         return
@@ -170,12 +175,14 @@ def _read(file: Path) -> tuple[Described, list[bool]]:
     return described, [one_set[n] for n in range(len(described.manifest.layers))]
 
 
-def _told(manifest: Manifest, one_set: list[bool], file: Path) -> dict[str, Any]:
+def _told(described: Described, one_set: list[bool], file: Path) -> dict[str, Any]:
+    manifest = described.manifest
     rows = [list(layer.kept) for layer in manifest.layers]
     equal = all(len(set(counts)) == 1 for counts in rows)
     shape = "one set per layer" if all(one_set) else ("sets of equal size" if equal else "sets of different sizes")
     return {
         **{k: v for k, v in manifest.as_json().items() if k not in ("layers", "layer_figures")},
+        "key": described.key,
         "file_bytes": file.stat().st_size,
         "compact_bytes": manifest.compact_bytes,
         "tokens_removed": round(manifest.tokens_removed, 6),
@@ -211,6 +218,7 @@ def _print(manifest: Manifest, told: dict[str, Any]) -> None:
     table.add_row("rows per head", f"{min(flat):,} to {max(flat):,}; {told['sets']}")
     extras = [what for what, has in (("biases", told["biases"]), ("fitted values", told["fitted_values"])) if has]
     table.add_row("beside rows", ", ".join(extras) or "nothing")
+    table.add_row("key", told["key"])
     for name, value in manifest.figures.items():
         table.add_row(name, f"{value:.6g}")
     Console().print(table)

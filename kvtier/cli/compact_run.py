@@ -33,6 +33,7 @@ class Job:
     given: Path | None
     head_scores: Path | None
     system_tokens: int
+    page_tokens: int
     seed: int
     name: str
     dtype: str
@@ -53,13 +54,14 @@ class Job:
 
         model, tokenizer = load_model(self.model, self.dtype)
         family = family_of(model)
-        asked = Recipe(self.method, self.ratio, self.selector, self.seed, self.queries)
-        recipe = compact_methods.complete(asked, family)
         token_ids = read_tokens(self.context, tokenizer)
+        ratio = whole_pages(len(token_ids), self.ratio, self.page_tokens)
+        asked = Recipe(self.method, ratio, self.selector, self.seed, self.queries)
+        recipe = compact_methods.complete(asked, family)
         if self.system_tokens >= len(token_ids):
             raise ConfigError(f"--system-tokens {self.system_tokens}: the context has {len(token_ids)} tokens")
         given = [] if self.given is None else read_lines(self.given, tokenizer)
-        identity = identity_of(model, self.name)
+        identity = identity_of(model, self.name, folder=folder_of(self.model))
         kept = (
             None if self.work is None else Work.open(self.work, self._key(identity.weights, token_ids, recipe, given))
         )
@@ -104,6 +106,28 @@ def load_model(name: str, dtype: str) -> tuple[Any, Any]:
     except (OSError, ValueError) as e:
         raise ConfigError(f"MODEL {name!r} cannot be loaded: {str(e).splitlines()[0]}") from e
     return model.eval().to(device), tokenizer
+
+
+def folder_of(name: str) -> Path | None:
+    """Where the files of a model lie that was just loaded; None where that cannot be told."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def whole_pages(tokens: int, ratio: float, page_tokens: int) -> float:
+    """The ratio nearest below `ratio` at which whole pages stay. Raises ConfigError where the context is no page."""
+    from kvtier.compression.compaction.recipe import budget_tokens
+
+    if tokens < page_tokens:
+        raise ConfigError(f"--page-tokens {page_tokens}: the context has {tokens} tokens; give a longer one")
+    if page_tokens == 1:
+        return ratio
+    rows = -(-budget_tokens(tokens, ratio) // page_tokens) * page_tokens
+    return 1.0 - min(rows, tokens // page_tokens * page_tokens) / tokens
 
 
 class Work:

@@ -46,7 +46,7 @@ def example() -> CompactPrefix:
         }
         for n in range(2)
     ]
-    model = ModelIdentity("dense", "tiny", "ab" * 32)
+    model = ModelIdentity("dense", "tiny", "ab" * 32, "cd" * 32)
     return CompactPrefix.of(model, range(100, 112), compaction, rows, original_bytes=12 * 2 * 2 * 2 * 2 * 2)
 
 
@@ -54,7 +54,7 @@ def test_golden_bytes() -> None:
     """These bytes change only together with the format's version."""
     raw = example().to_bytes()
     assert raw == GOLDEN.read_bytes()
-    assert hashlib.sha256(raw).hexdigest() == "7dc448adf142c1af0c8a4d0218a899892275c756cc4797b50ba4636f62467dcd"
+    assert hashlib.sha256(raw).hexdigest() == "176326f657efbc90704bc3aa22ad8ca65ff8882debbf9e87a580fdcb0bada5e5"
 
 
 def test_round_trip() -> None:

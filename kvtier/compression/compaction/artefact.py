@@ -35,11 +35,13 @@ _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Whose rows these are. family: ``dense`` or ``mla``. name: the model's, never a path. weights: its fingerprint."""
+    """Whose rows these are. family: ``dense`` or ``mla``. name: the model's, never a path. weights: its fingerprint.
+    checkpoint: that of its files, empty where it has none that can be read."""
 
     family: str
     name: str
     weights: str
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class CompactPrefix:
             original_bytes=original_bytes,
             figures=dict(compaction.figures),
             layer_figures={name: tuple(values) for name, values in compaction.layer_figures.items()},
+            checkpoint=model.checkpoint,
         )
         return CompactPrefix(manifest, tuple(layers))
 

@@ -30,6 +30,9 @@ ROLES = {"dense": ("keys", "values"), "mla": ("latent", "rotary_key", "index_key
 """What a row holds, by family, in the order of the file. MLA layers have `index_keys` where they have an indexer, and
 `fitted` where a method fitted latents that take the place of `latent` as values."""
 
+KEY_PREFIX = "kvtier-compact:"
+"""Of the names by which clients of an engine ask for a prefix."""
+
 ROW_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 """Element types of rows, as safetensors names them, and their bytes."""
 
@@ -60,7 +63,8 @@ class LayerManifest:
 class Manifest:
     """Everything but the tensors. dtype: of the rows, as safetensors names it. tokens: of the context, removed ones
     included; the next token's position. tokens_sha256: of the token ids as u32, little-endian, in hex.
-    original_bytes: of the rows that the context's whole cache had. figures, layer_figures: what the method measured."""
+    original_bytes: of the rows that the context's whole cache had. figures, layer_figures: what the method measured.
+    checkpoint: fingerprint of the model's files, empty where it had none; engines that load them know no other."""
 
     family: str
     model: str
@@ -73,6 +77,7 @@ class Manifest:
     original_bytes: int
     figures: Mapping[str, float] = field(default_factory=dict)
     layer_figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    checkpoint: str = ""
 
     @property
     def rows(self) -> int:
@@ -110,7 +115,12 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             "family": self.family,
-            "model": {"name": self.model, "weights": self.weights, "dtype": self.dtype},
+            "model": {
+                "name": self.model,
+                "weights": self.weights,
+                "checkpoint": self.checkpoint,
+                "dtype": self.dtype,
+            },
             "context": {"tokens": self.tokens, "sha256": self.tokens_sha256, "bytes": self.original_bytes},
             "recipe": {
                 "method": self.recipe.method,
@@ -180,6 +190,11 @@ class Described:
     manifest: Manifest
     checksum: str
     data_offset: int
+
+    @property
+    def key(self) -> str:
+        """What clients of an engine call this very file."""
+        return KEY_PREFIX + self.checksum
 
 
 def read_header(head: bytes, total_bytes: int | None) -> Described:
@@ -259,6 +274,7 @@ def manifest_of(value: Any) -> Manifest:
         original_bytes=_number(context, "bytes", 1, 1 << 62),
         figures={name: _figure(name, value) for name, value in figures.items()},
         layer_figures={name: tuple(_figure(name, v) for v in values) for name, values in per_layer.items()},
+        checkpoint=_text(model, "checkpoint"),
     )
 
 
