@@ -86,10 +86,19 @@ def _selectors(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvtier.compression.compaction.selection_figures import POSITIONS, ROWS, measure_selection
+
+    console = Console()
     table = Table(*SELECTOR_KEYS, title="30 % removed, one set per group of layers, tiny random GlmMoeDsa")
     for row in rows:
         table.add_row(*(str(row[key]) for key in SELECTOR_KEYS))
-    Console().print(table)
+    console.print(table)
+    table = Table(*SELECTOR_KEYS, title=f"30 % removed, made-up scores of {ROWS} rows x {POSITIONS:,} positions")
+    for figures in measure_selection():
+        table.add_row(
+            *(f"{getattr(figures, key):.4f}" if key != "selector" else figures.selector for key in SELECTOR_KEYS)
+        )
+    console.print(table)
 
 
 def _measure(plan: Plan, folder: Path, processes: int, report: Path | None, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.connectors.transformers.selector_figures import measure_selection, measure_selectors
+from kvtier.compression.compaction.selection_figures import measure_selection
 
 NORMALIZED_MAX_S = 1.0
 LOG_COVERAGE_S = 120.0
@@ -18,11 +18,3 @@ def test_selection_is_quick() -> None:
     assert len(told) > 10 and told[-1][0] == told[-1][1]
     for figures in found.values():
         assert 0.7 < figures.min_coverage <= figures.mean_coverage < 1.0
-
-
-def test_selectors_are_measured_on_a_model() -> None:
-    found = measure_selectors([n * 37 % 251 for n in range(150)], ratio=0.3)
-    assert [f.selector for f in found] == ["raw_max", "normalized_max", "log_coverage"]
-    for figures in found:
-        assert 0.5 < figures.min_coverage <= figures.mean_coverage < 1.0 and figures.seconds > 0
-        assert set(figures.as_dict()) == {"selector", "mean_coverage", "min_coverage", "seconds"}
