@@ -73,6 +73,7 @@ USED = (
         "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper",
         ("match", "load_back", "finish_loads", "release_request"),
     ),
+    Expected("sglang.srt.mem_cache.unified_cache.linker_factory", ("create_unified_cache_linker",)),
     Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input",)),
     Expected("sglang.srt.managers.scheduler.Scheduler", ("_add_request_to_queue",)),
     Expected("sglang.srt.managers.schedule_policy.PrefillAdder", ("budget_state",)),

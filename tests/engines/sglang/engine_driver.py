@@ -140,16 +140,40 @@ class Driver:
             answer["status"] = getattr(error, "status_code", None)
         return answer | {"ttft_s": first, "total_s": time.perf_counter() - start}
 
-    def generate(self, requests: list[dict[str, Any]]) -> Any:
+    def generate(self, requests: list[dict[str, Any]], flush_every_s: float | None = None) -> Any:
+        async def flush() -> None:
+            while flush_every_s is not None:
+                await asyncio.sleep(flush_every_s)
+                await self.engine.tokenizer_manager.flush_cache()  # refused while requests run
+
         async def run() -> Any:
-            return await asyncio.gather(
+            flushing = asyncio.ensure_future(flush())
+            answers = await asyncio.gather(
                 *(
                     self.one(r["rid"], r["ids"], r.get("tokens", 8), r.get("abort_after_s"), r.get("more", {}))
                     for r in requests
                 )
             )
+            flushing.cancel()
+            return answers
 
         return self.engine.loop.run_until_complete(run())
+
+    def update_from_disk(self, path: str) -> Any:
+        return bool(self.engine.update_weights_from_disk(path)[0])
+
+    def update_from_tensors(self, path: str) -> Any:
+        from safetensors.torch import load_file
+
+        weights = list(load_file(f"{path}/model.safetensors").items())
+        answers = [self.engine.begin_weight_update(), self.engine.update_weights_from_tensor(weights)]
+        answers.append(self.engine.end_weight_update())
+        return [bool(answer[0] if isinstance(answer, (tuple, list)) else answer.success) for answer in answers]
+
+    def memory(self) -> Any:
+        self.engine.release_memory_occupation()
+        self.engine.resume_memory_occupation()
+        return True
 
     def flush(self) -> Any:
         return self.engine.flush_cache().success

@@ -85,10 +85,14 @@ class EngineProcess:
             raise
         self.started_s = time.monotonic() - begin
 
-    def generate(self, *requests: dict[str, Any], limit_s: float = 120.0) -> list[dict[str, Any]]:
+    def generate(
+        self, *requests: dict[str, Any], limit_s: float = 120.0, flush_every_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Each request: rid, ids, and optionally tokens, abort_after_s, more (arguments of `generate`, and `sampling`,
         further sampling parameters)."""
-        answers: list[dict[str, Any]] = self._do("generate", limit_s, requests=list(requests))
+        answers: list[dict[str, Any]] = self._do(
+            "generate", limit_s, requests=list(requests), flush_every_s=flush_every_s
+        )
         return answers
 
     def one(self, rid: str, ids: list[int], **options: Any) -> dict[str, Any]:
@@ -110,6 +114,10 @@ class EngineProcess:
                 break
             time.sleep(0.1)
         return answer
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        """Another method of the driver."""
+        return self._do(command, **arguments)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._do("text", text=text)
