@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long deploy-render bench clean
+.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long deploy-render bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -49,6 +49,9 @@ package-check: ## Build sdist and wheel, compare them, and import from an empty 
 
 test-sglang: ## Run the tests against the real SGLang
 	@$(call in_engine,sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
+
+test-sglang-long: ## Run whole engines of several stages, which the tests above leave out (10 minutes)
+	@$(call in_engine,sglang); KVTIER_TEST_LONG=1 "$$env/bin/python" -m pytest tests/engines/sglang/test_ranks.py -k engine_of $(PYTEST_ARGS)
 
 test-lmcache: ## Run the tests against the real LMCache
 	@$(call in_engine,lmcache); "$$env/bin/python" -m pytest tests/engines/lmcache $(PYTEST_ARGS)

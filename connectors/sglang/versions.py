@@ -25,8 +25,8 @@ SUPPORTED: dict[Part, tuple[str, ...]] = {
     Part.STAGED: ("0.5.23",),
     Part.EVICTION: ("0.5.23",),
 }
-"""Oldest first. 0.5.22 was tried: it builds no linker of others (`linker_factory`), and does not tell storage behind its
-hierarchical cache when the host pools are there. 0.5.21 does not tell a linker when a forward has ended."""
+"""Oldest first. 0.5.22 was tried: it builds no linker of others (`linker_factory`), and does not tell storage behind
+its hierarchical cache when the host pools are there. 0.5.21 does not tell a linker when a forward has ended."""
 
 
 def installed() -> str:

@@ -265,8 +265,8 @@ def test_options_that_change_the_weights_are_part_of_the_model(start: Any, tiny:
 
 
 def test_every_update_of_the_weights_is_noticed() -> None:
-    """A session may write weights without any call between its begin and its end. A method that is in neither set is new:
-    find out what it does to the weights."""
+    """A session may write weights without any call between its begin and its end. A method that is in neither set is
+    new: find out what it does to the weights."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
 
     from kvtier.connectors.sglang import hooks

@@ -250,6 +250,8 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
         def has_new(self) -> bool:
             return False
 
+        staged = False
+
         def agree(self, waiting: Any) -> None:
             self.asked = list(waiting)
 
