@@ -36,6 +36,9 @@ def evaluate(
     work_folder: Annotated[
         Path | None, typer.Option("--work", help="Folder in which finished pieces are kept; a stopped run goes on.")
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long, and tell of the contexts that every method has done.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Folder for compaction.md and its plots; measures the sparse tables as well.")
     ] = None,
@@ -46,6 +49,8 @@ def evaluate(
     """Answers from compacted contexts against ratio: NLL, accuracy, tokens and bytes removed, time and memory."""
     at_least(1, runs=runs, questions=questions, processes=processes)
     at_most(RUNS_MAX, runs=runs)
+    if minutes is not None and not minutes > 0:
+        raise ConfigError(f"--minutes {minutes}: give a number larger than 0")
     if report is not None:
         check_writable("--report", report)
     if work_folder is not None:
@@ -70,10 +75,10 @@ def evaluate(
         _selectors(as_json)
         return
     if work_folder is not None:
-        _measure(plan, work_folder, processes, report, as_json)
+        _measure(plan, work_folder, processes, minutes, report, as_json)
         return
     with tempfile.TemporaryDirectory(prefix="kvtier-compaction-") as folder:
-        _measure(plan, Path(folder), processes, report, as_json)
+        _measure(plan, Path(folder), processes, minutes, report, as_json)
 
 
 def _selectors(as_json: bool) -> None:
@@ -101,7 +106,9 @@ def _selectors(as_json: bool) -> None:
     console.print(table)
 
 
-def _measure(plan: Plan, folder: Path, processes: int, report: Path | None, as_json: bool) -> None:
+def _measure(
+    plan: Plan, folder: Path, processes: int, minutes: float | None, report: Path | None, as_json: bool
+) -> None:
     from rich.console import Console
 
     from kvtier.cli.compact import progress_bar
@@ -113,8 +120,14 @@ def _measure(plan: Plan, folder: Path, processes: int, report: Path | None, as_j
         ensure_model(console=console)  # once, before several processes would
     with progress_bar(console) as bar:
         task = bar.add_task("measuring", total=None)
-        spread(plan, folder, processes, lambda done, total: bar.update(task, completed=done, total=total))
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        spread(plan, folder, processes, show, None if minutes is None else 60 * minutes)
     measured = collect(plan, folder)
+    if not measured:
+        raise ConfigError(f"--minutes {minutes}: no context was done by every method; give more, or go on with --work")
     rows = records(measured)
     if report is not None:
         write(measured, *collect_sparse(plan, folder), plan, report)

@@ -108,8 +108,11 @@ def _claim(path: Path) -> bool:
     return True
 
 
-def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], None]) -> None:
-    """Have `processes` processes do the work; returns when all of it is there. Raises MeasurementError."""
+def spread(
+    plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], None], limit_s: float | None = None
+) -> None:
+    """Have `processes` processes do the work; returns when all of it is there, or after `limit_s`: then pieces that are
+    not finished are given up. Raises MeasurementError."""
     command = [sys.executable, "-m", "kvtier.cli", "eval", "compaction", "--work", str(folder)]
     command += ["--tasks", ",".join(plan.tasks), "--runs", str(plan.runs), "--questions", str(plan.questions)]
     command += ["--methods", ",".join(plan.methods), "--ratios", ",".join(str(r) for r in plan.ratios)]
@@ -123,6 +126,7 @@ def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], 
     files = [plan.file(folder, unit) for unit in plan.units()]
     logs = [folder / f"process-{n}.log" for n in range(processes)]
     children = []
+    give_up = None if limit_s is None else time.monotonic() + limit_s
     try:
         for n, log in enumerate(logs):
             with log.open("wb") as out:
@@ -130,6 +134,8 @@ def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], 
                 children.append(subprocess.Popen([*command, *part], env=env, stdout=out, stderr=out))
         while any(child.poll() is None for child in children):
             tell(sum(file.exists() for file in files), len(files))
+            if give_up is not None and time.monotonic() > give_up:
+                return
             time.sleep(0.5)
         tell(sum(file.exists() for file in files), len(files))
         for n, child in enumerate(children):
@@ -148,12 +154,16 @@ def spread(plan: Plan, folder: Path, processes: int, tell: Callable[[int, int], 
 
 
 def collect(plan: Plan, folder: Path) -> list[Measured]:
-    """Everything of `plan` that is in `folder`."""
+    """What is in `folder` of the contexts of `plan` that every method has done: means over different contexts would
+    not compare methods."""
     from kvtier.cli.eval_compaction_run import Measured
 
-    units = [unit for unit in plan.units() if unit.task != SPARSE]
-    files = [path for path in (plan.file(folder, unit) for unit in units) if path.exists()]
-    rows = [row for path in files for row in json.loads(path.read_text())]
+    contexts: dict[tuple[str, int], list[Path]] = {}
+    for unit in plan.units():
+        if unit.task != SPARSE:
+            contexts.setdefault((unit.task, unit.run), []).append(plan.file(folder, unit))
+    whole = [files for files in contexts.values() if all(path.exists() for path in files)]
+    rows = [row for files in whole for path in files for row in json.loads(path.read_text())]
     return [Measured(**{**row, "nll": tuple(row["nll"]), "right": tuple(row["right"])}) for row in rows]
 
 
