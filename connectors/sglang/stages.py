@@ -48,7 +48,7 @@ class Stages:
     def failed(self, rids: Sequence[str]) -> list[str]:
         """Of a batch whose results have come out of the pipeline, so that all stages have run it: the requests whose
         loads failed somewhere. Those of other batches are not asked for."""
-        found = []
+        found: list[str] = []
         for loaded in [loaded for loaded in self._loads if not set(loaded).isdisjoint(rids)]:
             if not self._loads.pop(loaded).result()[0]:
                 found += loaded
