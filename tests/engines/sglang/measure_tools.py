@@ -87,8 +87,8 @@ def measure(folder: Path) -> None:
                     pages = len(ids) // PAGE_TOKENS
                     if after[name] - before[name] >= pages - 2 and answer["cached"] >= (pages - 1) * PAGE_TOKENS:
                         seconds.append(answer["ttft_s"])
-        pages = [len(ids) // PAGE_TOKENS for ids in sessions]
-        print(f"{len(sessions)} sessions, prefixes of {pages} pages of {PAGE_TOKENS} tokens, in the NVMe tier alone")
+        prefix_pages = [len(ids) // PAGE_TOKENS for ids in sessions]
+        print(f"{len(sessions)} sessions, prefixes of {prefix_pages} pages of {PAGE_TOKENS} tokens, on NVMe alone")
         for kind, seconds in took.items():
             if not seconds:
                 raise SystemExit(f"{kind}: no turn began with pages from where they were meant to be")

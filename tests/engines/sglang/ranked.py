@@ -54,8 +54,8 @@ def _main(script: Script, folder: Path, model: Path, rank: int, tp: int, pp: int
 
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(folder / "rendezvous"), tp * pp)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=tp * pp)
+        meeting = f"file://{folder / 'rendezvous'}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=tp * pp)
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
@@ -86,7 +86,7 @@ class Rank:
     def engine(self, block: dict[str, Any], **options: Any) -> Any:
         from .harness import Engine
 
-        sizes = {"tp_size": self.tp, "pp_size": self.pp}
+        sizes: dict[str, Any] = {"tp_size": self.tp, "pp_size": self.pp}
         engine = Engine(self.model, block, page=PAGE, rank=self.rank, groups=self.groups, **sizes, **options)
         return engine
 

@@ -192,7 +192,7 @@ def late(rank: Rank) -> Any:
 
     engine, scheduler, computed = filled(rank, "room", prompts, promote_deadline="2s")
     store = engine.linker._store
-    held = []
+    held: list[tuple[bytes, Any]] = []
     if broken:  # what it could restore is locked by others
         from kvtier.abc.tier import Slot
 
@@ -327,7 +327,7 @@ def stored_bits_flipped(folder: Path) -> None:
     ],
 )
 def test_an_engine_of_several_ranks(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
     """The whole engine, from whose last rank every stored page is taken away while it runs."""
     from .engine_process import EngineProcess
