@@ -281,7 +281,7 @@ class KVTierLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue the pages that the last lookup of `rid` promised. The answer depends on its pins only."""
         if self._agreement is not None:
-            return self._load_agreed(rid, transfers)
+            return self._load_agreed(self._agreement, rid, transfers)
         known = self._asked.get(rid)
         parts = None if rid in self._queued or known is None else self._prefixes.parts(known, transfers)
         if known is None or parts is None:
@@ -291,11 +291,10 @@ class KVTierLinker(UnifiedCacheLinker):
         self._queued[rid] = _Load(tuple(parts))
         return True
 
-    def _load_agreed(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+    def _load_agreed(self, agreement: Agreement, rid: str, transfers: list[PoolTransfer]) -> bool:
         """True on every rank or on none: what goes wrong on one of them fails the batch on all."""
-        assert self._agreement is not None
         pages = len(transfers[0].keys)
-        if rid in self._queued or not self._agreement.reaches(rid, pages):
+        if rid in self._queued or not agreement.reaches(rid, pages):
             return False
         known = self._asked.get(rid)
         load = _Load(())
