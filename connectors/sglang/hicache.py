@@ -213,11 +213,12 @@ class KVTierStorage(HiCacheStorage):
         if self._config.http is None or self._http is not None or str(PoolName.KV) not in self._pools:
             return
         main = self._pools[str(PoolName.KV)]
-        nbytes = main.staged.spec.hot_page_bytes
+        nbytes = main.mover.layout(main.codec).cold_page_bytes
         try:
             self._http = HttpExporter(
                 self.ledger.registry,
                 HttpOptions.of(self._config.http),
+                rank=self._place.node_rank,
                 ready=lambda: store_ready(self._store, nbytes),
                 page=StatusPage(self.ledger.registry, self._config, lambda: self._store.observer),
             )
