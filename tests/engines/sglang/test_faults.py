@@ -122,6 +122,7 @@ def test_an_exception_never_reaches_the_scheduler(
     from .harness import config
 
     engine = start(tiny, config())
+    engine.linker._asked["r"] = object()  # nothing that it could be
     got = getattr(engine.linker, method)(*arguments)
     assert got == answer and type(got) is type(answer)
     if None in arguments:
@@ -379,7 +380,7 @@ def _every_page_can_be_evicted(engine: Any) -> None:
     from kvtier.abc.tier import Slot
 
     host = engine.linker._store.host
-    nbytes = engine.linker._mover.layout(engine.linker._codec).cold_page_bytes
+    nbytes = engine.linker._mover.layout(engine.linker._stored[0].codec).cold_page_bytes
     count = host.usage().capacity_bytes // (-(-nbytes // 4096) * 4096) - 64
     keys = [n.to_bytes(32, "little") for n in range(count)]
     slots = host.reserve_many(keys, [nbytes] * count)
