@@ -281,7 +281,7 @@ def test_three_threads_at_once(lab: Any, opened: Callable[..., Any], tmp_path: P
     storage = opened(pool, lab.config(tmp_path / "kv", host="128KiB"))
     rounds, failures = 40, []
     asked: list[threading.Event] = [threading.Event() for _ in range(rounds)]
-    found = [0] * rounds
+    begun, found = threading.Event(), [0] * rounds
     want = {n: pool.kv_buffer[:, n].clone() for n in range(10)}
 
     def keys(n: int) -> list[str]:
@@ -299,8 +299,11 @@ def test_three_threads_at_once(lab: Any, opened: Callable[..., Any], tmp_path: P
         first = 5 * (n % 2)
         answer = storage.batch_set_v1(keys(n), lab.slots(range(first, first + 5)))
         assert type(answer) is list and len(answer) == 5
+        if n:
+            begun.set()  # or all questions might come before there is anything
 
     def ask(n: int) -> None:
+        assert begun.wait(60)
         with storage.reads.serving(f"r{n}"):
             found[n] = storage.batch_exists(keys(n))
         asked[n].set()
