@@ -280,6 +280,7 @@ class Config(_Block):
     salt: separates tenants whose pages must never meet. priority: of this engine's pages where several share tiers;
     low ones make room first. break_even: pages that are sooner computed than loaded are left where they are;
     prefill_s_per_token is then taken as the cost of a prompt's token, instead of what the connector measures.
+    compacted: files of ``kvtier compact`` that SGLang serves (`docs/compaction.md`).
 
     What is watched (`docs/metrics.md`): ghosts, hit rates of other sizes; explain_sample, the share of requests that
     ``kvtier explain`` knows; slow_restore, from where a restore is logged; record, a new file for lookups
@@ -300,6 +301,7 @@ class Config(_Block):
     priority: Priority = "normal"
     break_even: bool = True
     prefill_s_per_token: Annotated[float, Field(gt=0, lt=60, strict=False)] | None = None
+    compacted: Annotated[tuple[Annotated[Path, Field(strict=False)], ...], Field(strict=False)] = ()
     ghosts: bool = True
     explain_sample: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
     slow_restore: Seconds | None = 1.0

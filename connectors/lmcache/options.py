@@ -49,6 +49,8 @@ class AdapterOptions:
             config = load_config(file)
         else:
             config = parse_config(block if "tiers" in block else {**DEFAULT_CONFIG, **block})
+        if config.compacted:
+            raise ConfigError("compacted: only SGLang serves compacted prefixes (--kv-connector kvtier); leave it out")
         return AdapterOptions(
             config,
             _attention(own.get("attention", "none")),

@@ -40,17 +40,6 @@ def scheduler_hooks() -> tuple[Hook, ...]:
     from kvtier.connectors.sglang import compression, compression_setup
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
-    forward = (
-        "cls",
-        "batch",
-        "model_runner",
-        "capture_hidden_mode",
-        "return_hidden_states_before_norm",
-        "extend_position_info",
-        "spec_mrope_positions",
-        "kv_loc_plan",
-        "write_cols",
-    )
     return (
         Hook(scheduler + "__init__", "AFTER", ("self", "server_args", "port_args"), compression_setup.scheduler_built),
         Hook(scheduler + "stash_chunked_request", "AFTER", ("self", "req"), compression.chunk_ended),
@@ -59,7 +48,7 @@ def scheduler_hooks() -> tuple[Hook, ...]:
         Hook(
             "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
             "AFTER",
-            forward,
+            hooks.FORWARD_PARAMETERS,
             compression.positions,
         ),
         Hook(

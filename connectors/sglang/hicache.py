@@ -116,6 +116,8 @@ class KVTierStorage(HiCacheStorage):
         self._model_config = model_config_of(server_args)
         hicache_options.refuse_unsupported(self._args, self._model_config, storage_config)
         self._config = options.resolve_config(extra)
+        if self._config.compacted:
+            raise ConfigError("compacted: --kv-connector kvtier serves compacted prefixes, kvtier-hicache does not")
         if self._config.compression.live:
             compression_hooks.verify_installed()
         self._place = Place(storage_config.tp_rank, storage_config.tp_size, nodes=max(1, self._args.nnodes))

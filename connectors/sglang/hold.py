@@ -45,6 +45,10 @@ def request_queued(_: None, scheduler: Any, req: Any, storage_hit_end: int | Non
     retracted: its prefix is to be looked up."""
     linker = linker_of(scheduler.tree_cache)
     if linker is not None:
+        try:
+            linker.compacted.queued(req)
+        except Exception:  # noqa: BLE001 - the request is ended when it starts
+            linker.count_error("a request for a compacted prefix")
         linker.request_queued(req.rid)
 
 
@@ -82,7 +86,11 @@ def settle_loads(scheduler: Any, batch: Any, result: Any) -> None:
         req.skip_radix_cache_insert = True
         req.discard_output_reason = FINISH_ABORT(_LOAD_FAILED, HTTPStatus.SERVICE_UNAVAILABLE)
         if req is scheduler.chunked_req:
-            scheduler._pending_chunked_abort_req = req
+            _abort_chunked(scheduler, req)
+
+
+def _abort_chunked(scheduler: Any, req: Any) -> None:
+    scheduler._pending_chunked_abort_req = req
 
 
 def build_batch(
@@ -104,6 +112,7 @@ def build_batch(
     if batch is not None:
         if linker.staged:
             _bar(linker, batch)
+        linker.compacted.started(batch.reqs, scheduler.chunked_req, lambda req: _abort_chunked(scheduler, req))
         for req in batch.reqs:
             linker.request_started(req.rid)
     elif held and _idle(scheduler, running):

@@ -35,6 +35,20 @@ WEIGHT_UPDATES = tuple(
 """Every way in which an engine's weights may change in place. Adapters that are loaded later have ids of their own."""
 
 
+FORWARD_PARAMETERS = (
+    "cls",
+    "batch",
+    "model_runner",
+    "capture_hidden_mode",
+    "return_hidden_states_before_norm",
+    "extend_position_info",
+    "spec_mrope_positions",
+    "kv_loc_plan",
+    "write_cols",
+)
+"""Of ``ForwardBatch.init_new``."""
+
+
 def changes_weights(request: Any) -> bool:
     """Whether a call of one of `WEIGHT_UPDATES` with this request does: a check does where it overwrites them, and
     memory that is taken back may hold anything where they lay in it."""
@@ -74,7 +88,7 @@ USED = (
         ("match", "load_back", "finish_loads", "release_request"),
     ),
     Expected("sglang.srt.mem_cache.unified_cache.linker_factory", ("create_unified_cache_linker",)),
-    Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input",)),
+    Expected("sglang.srt.managers.schedule_batch.Req", ("init_next_round_input", "set_finish_with_abort")),
     Expected("sglang.srt.managers.scheduler.Scheduler", ("_add_request_to_queue",)),
     Expected("sglang.srt.managers.schedule_policy.PrefillAdder", ("budget_state",)),
     Expected("sglang.srt.managers.schedule_batch.ScheduleBatch", ("launch_ts", "extend_num_tokens")),
@@ -109,7 +123,7 @@ def argument_hooks() -> tuple[Hook, ...]:
 
 def scheduler_hooks() -> tuple[Hook, ...]:
     """Hooks in the process of the scheduler."""
-    from kvtier.connectors.sglang import hold
+    from kvtier.connectors.sglang import compacted, hold
 
     scheduler = f"{_SCHEDULER}.Scheduler."
     return (
@@ -132,6 +146,12 @@ def scheduler_hooks() -> tuple[Hook, ...]:
             "AFTER",
             ("self", "request"),
             hold.request_aborted,
+        ),
+        Hook(
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+            "AFTER",
+            FORWARD_PARAMETERS,
+            compacted.positions,
         ),
         Hook(scheduler + "process_batch_result", "BEFORE", ("self", "batch", "result"), hold.settle_loads),
         Hook(scheduler + "process_batch_result", "AFTER", ("self", "batch", "result"), hold.batch_done),

@@ -96,6 +96,16 @@ def weights_fingerprint(folder: Path | None, load_format: str, overrides: Mappin
     return found
 
 
+def plain_checkpoint(model_config: Any, args: Any) -> str | None:
+    """Fingerprint of the files alone, where the engine has loaded them as they are; else None."""
+    folder = _model_folder(model_config.model_path, args)
+    options = [*(o for o in _WEIGHTS_OPTIONS if o != "model_impl"), "json_model_override_args"]
+    changed = any((value := getattr(args, o)) and value != "{}" for o in options)
+    if folder is None or args.load_format not in _READABLE or changed:
+        return None
+    return fingerprint_checkpoint(folder)
+
+
 def lora_fingerprint(adapters: Any) -> str:
     """Hex digest of the adapters an engine was started with: name, path and content. Adapters that are loaded later
     have random ids in the engine's own hashes, so they need no place here."""

@@ -26,6 +26,8 @@ from kvtier.config import Config
 from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
 from kvtier.connectors.sglang.agreement import Agreement, Progress
 from kvtier.connectors.sglang.boundaries import is_beside
+from kvtier.connectors.sglang.compacted import Compacted, Heads
+from kvtier.connectors.sglang.compacted import load as load_compacted
 from kvtier.connectors.sglang.loads import BatchLoad
 from kvtier.connectors.sglang.movers import Movers, Offloading, Part, Stored, check_device, codec_for, shared_by_one
 from kvtier.connectors.sglang.pools import DevicePool, page_hashes
@@ -144,12 +146,28 @@ class KVTierLinker(UnifiedCacheLinker):
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
         self._offloads: deque[Offloading] = deque()
-        self._open(config, identity.identify(model_config, args))
+        engine = identity.identify(model_config, args)
+        self._stored = [self._stored_as(config, pool, engine) for pool in self._pools.all]
+        self.compacted = self._compacted(config, model_config, args)
+        self._open(config)
 
-    def _open(self, config: Config, engine: identity.EngineIdentity) -> None:
+    def _compacted(self, config: Config, model_config: Any, args: Any) -> Compacted:
+        """The compacted prefixes that the configuration names. Raises before anything is opened."""
+        kv, served = self._stored[0], []
+        if config.compacted:
+            if config.compression.live or len(self._stored) > 1:
+                raise EngineError(
+                    "the option compacted cannot be combined with compression of live caches, nor with models whose "
+                    "cache is more than K and V: remove one of the two"
+                )
+            count, tp_size = kv.pool.spec.buffers[0].heads, self._place.tp_size
+            heads = Heads(self._place.tp_rank * count, count, count * tp_size)
+            served = load_compacted(config.compacted, kv, identity.plain_checkpoint(model_config, args), heads)
+        return Compacted(served, kv, positions=model_config.context_len)
+
+    def _open(self, config: Config) -> None:
         self._config = config
         place = self._place
-        self._stored = [self._stored_as(pool, engine) for pool in self._pools.all]
         self._store: TieredStore = open_store(
             shared_by_one(config, place.tp_rank) if self._pools.replicated else config,
             shard=place.folder,
@@ -162,6 +180,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self._hints: Hints | None = None
         try:
             self._open_movers()
+            self.compacted.put(self._store, config)
             self._show(
                 "kvtier_open_requests",
                 "Requests looked up and not yet started or dropped, or loading",
@@ -184,9 +203,9 @@ class KVTierLinker(UnifiedCacheLinker):
             self._pools.kv.spec.hot_page_bytes,
         )
 
-    def _stored_as(self, pool: DevicePool, engine: identity.EngineIdentity) -> Stored:
+    def _stored_as(self, config: Config, pool: DevicePool, engine: identity.EngineIdentity) -> Stored:
         """How pages of `pool` are named and written."""
-        codec = codec_for(self._config, pool)
+        codec = codec_for(config, pool)
         check_device(codec, pool)
         dtypes = dict.fromkeys(b.dtype.value for b in pool.spec.buffers if b.role is not Role.INDEX_KEY)
         namespace = Namespace.of(
@@ -197,7 +216,7 @@ class KVTierLinker(UnifiedCacheLinker):
             dtype="+".join([*dtypes, *filter(None, [pool.variant])]),
             shard=self._place.replicated_shard if self._pools.replicated else self._place.shard,
             lora=engine.lora,
-            salt=self._config.salt,
+            salt=config.salt,
         )
         return Stored(pool, namespace, codec)
 
@@ -217,7 +236,9 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def _open_movers(self) -> None:
         self._movers = Movers(self._store, self._stored, self._config)
-        self._prefixes = Prefixes(self._store, self._stored, several=self._ranks.several)
+        self._prefixes = Prefixes(
+            self._store, self._stored, several=self._ranks.several, renamed=self.compacted.renamed
+        )
 
     def _keys_of(self, text: Text) -> list[list[bytes]]:
         """The keys of a text's pages in every pool; for hints, in any thread."""
@@ -375,6 +396,9 @@ class KVTierLinker(UnifiedCacheLinker):
         return True
 
     def _offload(self, transfers: list[PoolTransfer]) -> Offloading:
+        plain = self.compacted.plain(transfers)
+        if plain is None:
+            return Offloading(())
         events = self.record_offload_ready()
         epoch = self._epoch
 
@@ -382,7 +406,7 @@ class KVTierLinker(UnifiedCacheLinker):
             if epoch != self._epoch:
                 raise EngineError("the engine's cache was flushed before these pages were copied")
 
-        return self._movers.offload(transfers, events, check)
+        return self._movers.offload(plain, events, check)
 
     def num_completed_offloads(self) -> int:
         """How many results can be popped now, in the order of submission."""
@@ -514,6 +538,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if self._hints is not None:
             self._hints.expire()
         waiting = set(waiting)
+        self.compacted.keep(waiting)
         for rid in [rid for rid in self._new if rid not in waiting]:
             del self._new[rid]
         if self._agreement is not None:
@@ -531,6 +556,7 @@ class KVTierLinker(UnifiedCacheLinker):
         if self._agreement is not None:
             self._agreement.keep(())
         self._quiesce()
+        self.compacted.forget()
         self._new_generation()
         self._weights = _Weights.CHANGED
 

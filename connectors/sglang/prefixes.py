@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,17 @@ class Prefix:
 class Prefixes:
     """Looks prefixes up in one store. Used on the scheduler's thread."""
 
-    def __init__(self, store: TieredStore, stored: Sequence[Stored], *, several: bool = False) -> None:
-        """stored: the KV pool first. several: ranks, which start with what all of them have."""
+    def __init__(
+        self,
+        store: TieredStore,
+        stored: Sequence[Stored],
+        *,
+        several: bool = False,
+        renamed: Mapping[bytes, bytes] | None = None,
+    ) -> None:
+        """stored: the KV pool first. several: ranks, which start with what all of them have. renamed: keys of pages by
+        the engine's hashes, where those are not in its own namespace."""
+        self._renamed = renamed or {}
         self._store = store
         self._several = several
         self._kv, self._beside = stored[0], {s.pool.name: s for s in stored[1:]}
@@ -65,6 +74,8 @@ class Prefixes:
         else:
             digests = page_hashes(hashes)
             keys = self._kv.namespace.page_keys(digests)
+            if self._renamed:
+                keys = [self._renamed.get(digest, key) for digest, key in zip(digests, keys, strict=True)]
         lookup = self._store.lookup(rid, keys, hashes=digests)  # another object if the lease of the last one has ended
         if known is not None and known.same(hashes) and known.lookup is lookup:
             return known

@@ -118,13 +118,14 @@ class Driver:
         if abort_after_s is not None:
             asyncio.get_running_loop().call_later(abort_after_s, manager.abort_request, rid)
         try:
-            stream = await self.engine.async_generate(
-                input_ids=ids,
-                rid=rid,
-                sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
-                stream=True,
-                **more,
-            )
+            parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling}
+            asked = {"input_ids": ids, "rid": rid, "sampling_params": parameters, "stream": True, **more}
+            if "extra_key" in more:  # which only requests over HTTP can carry
+                from sglang.srt.managers.io_struct import GenerateReqInput
+
+                stream = manager.generate_request(GenerateReqInput(**asked), None)
+            else:
+                stream = await self.engine.async_generate(**asked)
             async for chunk in stream:
                 first = first or time.perf_counter() - start
                 meta = chunk["meta_info"]

@@ -251,6 +251,7 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
             return False
 
         staged = False
+        compacted = SimpleNamespace(started=lambda reqs, chunked, abort: None)
 
         def agree(self, waiting: Any) -> None:
             self.asked = list(waiting)
@@ -262,6 +263,7 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
     scheduler = SimpleNamespace(
         tree_cache=SimpleNamespace(linker=SimpleNamespace(cache_linker=linker)),
         waiting_queue=[requests[rid] for rid in "abcd"],
+        chunked_req=None,
     )
 
     def original(scheduler: Any, delayer: Any, running: Any) -> Any:
