@@ -89,7 +89,7 @@ def dequantize(data: _U8, scales: _U8, dtype: int, k: int, out: npt.NDArray[np.u
 @overload
 def dequantize(data: _U8, scales: _U8, dtype: int, k: int, out: npt.NDArray[np.float32]) -> None: ...
 def split_planes(values: _U8, planes_out: _U8) -> None:
-    """Byte p of every element to plane p. values [planes * n]; planes_out [planes, n], of 1, 2 or 4 planes. GIL free."""
+    """Byte p of every element to plane p. values [planes * n]; planes_out [planes, n], 1, 2 or 4 planes. GIL free."""
 
 def join_planes(planes: _U8, values_out: _U8) -> None:
     """The inverse of `split_planes`. GIL free."""

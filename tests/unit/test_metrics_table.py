@@ -59,11 +59,14 @@ def test_names_types_and_labels_of_single_parts(tmp_path: Path) -> None:
     stats = ServerStats(("get",), dict, lambda: {"somebody": 0})
     shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats, BreakEven(["nvme"]))
     nvme.close()
-    # SGLang's cannot be imported here: its gauges are read from the source.
+    # SGLang's cannot be imported here: they are read from the source.
     for path in (ROOT / "connectors" / "sglang").glob("*.py"):
-        shown |= {name: ("gauge", set()) for name in re.findall(r'"(kvtier_\w+_\w+)", "', path.read_text())}
-        shown |= {name: ("gauge", set()) for name in re.findall(r'_show\(\s*"(kvtier_\w+)"', path.read_text())}
-    assert documented(OF_PARTS) == shown
+        text = path.read_text()
+        shown |= {name: ("gauge", set()) for name in re.findall(r'Gauge\(\s*"(kvtier_\w+_\w+)"', text)}
+        shown |= {name: ("gauge", set()) for name in re.findall(r'_show\(\s*"(kvtier_\w+)"', text)}
+        for name, labels in re.findall(r'Counter\(\s*"(kvtier_\w+)", "[^"]*", \[([^]]*)\]', text):
+            shown[name] = ("counter", set(re.findall(r'"(\w+)"', labels)))
+    assert documented(OF_PARTS) == {name: kind for name, kind in shown.items() if name not in documented(MAIN)}
 
 
 def test_reasons_and_outcomes() -> None:
