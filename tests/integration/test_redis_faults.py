@@ -201,7 +201,7 @@ def test_a_server_that_is_not_there_yet(tmp_path: Path, caplog: pytest.LogCaptur
     assert tier.length_many([key_of(0)]) == [LENGTH_UNKNOWN]
     server = RedisServer(tmp_path, *LRU, port=port)
     try:
-        wait_for(lambda: put(tier, range(1)) == [PutStatus.STORED], "the server is not found", 5.0)
+        wait_for(lambda: put(tier, range(1)) == [PutStatus.STORED], "the server is not found", 60.0)
         assert get(tier, range(1)) == [GetStatus.HIT]
     finally:
         tier.close()
@@ -234,7 +234,7 @@ def test_a_frozen_server_costs_a_deadline_then_nothing_then_comes_back(server: R
         assert tier.counters().nodes_up == 0
     finally:
         server.thaw()
-    wait_for(lambda: get(tier, range(4)) == [GetStatus.HIT] * 4, "the server is not used again", 10.0)
+    wait_for(lambda: get(tier, range(4)) == [GetStatus.HIT] * 4, "the server is not used again", 60.0)
     assert tier.counters().nodes_up == 1
 
 
@@ -316,7 +316,7 @@ def test_a_frozen_server_does_not_hold_up_pages_sent_by_reference(server: RedisS
         assert time.monotonic() - start < 10.0
     finally:
         server.thaw()
-    wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", 30.0)
+    wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", 60.0)
 
 
 # ---- protected
@@ -420,17 +420,17 @@ def test_sentinel_failover_is_followed(tmp_path: Path) -> None:
         )
         try:
             wait_for(lambda: _connects(port), "the sentinel does not listen")
-            wait_for(lambda: "slaves=1" in ask(port, "INFO", "sentinel"), "the sentinel sees no replica", 20.0)
-            tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", service="pages", timeout_s=1.0))
+            wait_for(lambda: "slaves=1" in ask(port, "INFO", "sentinel"), "the sentinel sees no replica", 60.0)
+            tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", service="pages", timeout_s=5.0))
             assert put(tier, range(3)) == [PutStatus.STORED] * 3
             wait_for(lambda: ask(servers[1].port, "DBSIZE") == "3", "the replica does not follow")
             ask(port, "SENTINEL", "FAILOVER", "pages")
-            wait_for(lambda: "role:master" in ask(servers[1].port, "INFO", "replication"), "no failover", 20.0)
+            wait_for(lambda: _is_master(servers[1].port), "no failover", 60.0)
             ask(first.port, "REPLICAOF", "127.0.0.1", str(servers[1].port))  # the sentinel would take ten seconds
             wait_for(
                 lambda: PutStatus.STORED in put(tier, range(10, 12)) or PutStatus.EXISTS in put(tier, range(10, 12)),
                 "the new master is not found",
-                10.0,
+                60.0,
             )
             assert get(tier, range(3)) == [GetStatus.HIT] * 3
             assert ask(servers[1].port, "EXISTS", tier._name(key_of(10)).decode()) == "1"
@@ -442,6 +442,13 @@ def test_sentinel_failover_is_followed(tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.stop()
+
+
+def _is_master(port: int) -> bool:
+    try:
+        return "role:master" in ask(port, "INFO", "replication")
+    except OSError:  # a server cuts its clients off when its role changes
+        return False
 
 
 def _connects(port: int) -> bool:
@@ -491,7 +498,7 @@ def test_cluster_slot_migrated_and_node_killed_during_traffic(cluster: RedisClus
         moved = next(n for n in pages if owners[n] == 0)
         slot = slot_of(tier._name(key_of(moved)))
         migrate(cluster, slot, 0, 1)
-        wait_for(lambda: tier.counters().redirects > 0, "no redirection was followed", 5.0)
+        wait_for(lambda: tier.counters().redirects > 0, "no redirection was followed", 60.0)
         assert get(tier, range(moved, moved + 1)) == [GetStatus.HIT]
         cluster.nodes[2].stop()
         time.sleep(1.5)
@@ -507,7 +514,7 @@ def test_cluster_slot_migrated_and_node_killed_during_traffic(cluster: RedisClus
         assert (status is GetStatus.HIT) == (owners[n] != 2), (n, owners[n], status)
     cluster.nodes[2].start()
     lost = next(n for n in pages if owners[n] == 2)
-    wait_for(lambda: put(tier, range(lost, lost + 1)) == [PutStatus.STORED], "the node is not used again", 20.0)
+    wait_for(lambda: put(tier, range(lost, lost + 1)) == [PutStatus.STORED], "the node is not used again", 60.0)
     assert get(tier, range(lost, lost + 1)) == [GetStatus.HIT]
     tier.close()
 
