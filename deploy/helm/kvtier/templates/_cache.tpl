@@ -167,7 +167,7 @@ server:
   {{- with $cache.users }}
   users:
     {{- range . }}
-    - name: {{ .name }}
+    - name: {{ .name | quote }}
       password_file: /run/secrets/kvtier/user-{{ .name }}
       {{- with .prefixes }}
       prefixes: {{ toJson . }}

@@ -11,7 +11,7 @@
 {{- end -}}
 {{- range $where, $env := dict "cache.env" $v.cache.env "engine.env" $v.engine.env -}}
 {{- range $env -}}
-{{- if and (regexMatch "(?i)(passw|secret|token|api_?key|credential)" .name) (hasKey . "value") -}}
+{{- if and (regexMatch "(?i)(passw(or)?d|passphrase|secrets?|token|api_?key|credentials?)([^a-z]|$)" .name) (hasKey . "value") -}}
 {{- fail (printf "%s: %s holds a secret as text, which everybody sees who may list pods: use valueFrom with a secretKeyRef" $where .name) -}}
 {{- end -}}
 {{- end -}}
@@ -31,8 +31,14 @@
 {{- if and $v.redis.url $v.valkey.enabled -}}
 {{- fail (printf "redis.url = %q and valkey.enabled = true exclude each other: leave one out" $v.redis.url) -}}
 {{- end -}}
-{{- if regexMatch "://[^@/]*:[^@/]*@" $v.redis.url -}}
+{{- if regexMatch "://[^@/]*:[^@]*@" $v.redis.url -}}
 {{- fail (printf "redis.url holds a password: put it into the Secret %s under the key %s and leave it out of the URL" $v.secret.name $v.secret.redisPassword) -}}
+{{- end -}}
+{{- if and $v.redis.tlsCaSecretName (not (hasPrefix "rediss://" $v.redis.url)) -}}
+{{- fail (printf "redis.tlsCaSecretName = %q with redis.url = %q, which is not TLS: write rediss://, or leave the name out" $v.redis.tlsCaSecretName $v.redis.url) -}}
+{{- end -}}
+{{- if and (eq $v.redis.mode "sentinel") (not $v.redis.service) -}}
+{{- fail "redis.mode = \"sentinel\" needs redis.service: the name under which the sentinels watch the master" -}}
 {{- end -}}
 {{- else if $v.valkey.enabled -}}
 {{- fail (printf "valkey.enabled = true with shape = %q: no engine would use it; set shape to redis, or valkey.enabled to false" $v.shape) -}}
@@ -45,6 +51,42 @@
 {{- if and (lt (int $v.cache.http.port) (int (add $v.engine.httpPort $v.engine.ranks))) (ge (int $v.cache.http.port) (int $v.engine.httpPort)) (eq $v.shape "sidecar") -}}
 {{- fail (printf "cache.http.port = %v is one of the ports from engine.httpPort = %v on, one for each rank, in the same pod: choose another" $v.cache.http.port $v.engine.httpPort) -}}
 {{- end -}}
+{{- $ports := list -}}
+{{- if $v.engine.enabled -}}
+{{- $ports = append $ports (int $v.engine.port) -}}
+{{- range $rank := until (int $v.engine.ranks) -}}
+{{- $ports = append $ports (int (add $v.engine.httpPort $rank)) -}}
+{{- end -}}
+{{- end -}}
+{{- $cachePorts := list (int $v.cache.http.port) -}}
+{{- if $v.cache.tcp.enabled -}}
+{{- $cachePorts = append $cachePorts (int $v.cache.tcp.port) -}}
+{{- end -}}
+{{- $pods := dict "engine" $ports -}}
+{{- if eq $v.shape "sidecar" -}}
+{{- $pods = dict "engine" (concat $ports $cachePorts) -}}
+{{- else if eq $v.shape "daemonset" -}}
+{{- $pods = dict "engine" $ports "cache" $cachePorts -}}
+{{- end -}}
+{{- range $pod, $taken := $pods -}}
+{{- if ne (len (uniq $taken)) (len $taken) -}}
+{{- fail (printf "two of the ports of a pod (%s) are the same: engine.port, engine.httpPort and one more for each further rank, cache.http.port, cache.tcp.port; choose others" (join ", " $taken)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $cpu := dict "cache.cpu" $v.cache.cpu "engine.cpu" $v.engine.cpu -}}
+{{- if gt (include "kvtier.millicores" $cpu.request | float64) (include "kvtier.millicores" $cpu.limit | float64) -}}
+{{- fail (printf "%s: request = %q is more than limit = %q, which Kubernetes refuses: raise the limit" $where (toString $cpu.request) (toString $cpu.limit)) -}}
+{{- end -}}
+{{- end -}}
+{{- $name := include "kvtier.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "%q cannot be the name of a Service, which begins with a letter and has small letters, digits and - only: set fullnameOverride, or choose another name of the release" $name) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.millicores" -}}
+{{- $text := toString . -}}
+{{- if hasSuffix "m" $text }}{{ trimSuffix "m" $text }}{{ else }}{{ mulf (float64 $text) 1000.0 }}{{ end -}}
 {{- end -}}
 
 {{- define "kvtier.checkCache" -}}
@@ -80,6 +122,16 @@
 {{- if gt $needs $given -}}
 {{- fail (printf "cache.hostCapacity = %q does not fit into cache.memory = %q: with the index it takes %.0f MiB; lower the capacity, or leave cache.memory out to have it computed" $cache.hostCapacity $cache.memory $needs) -}}
 {{- end -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range $cache.users -}}
+{{- $names = append $names (toString .name) -}}
+{{- end -}}
+{{- if ne (len (uniq $names)) (len $names) -}}
+{{- fail (printf "cache.users: two of %s have the same name" (join ", " $names)) -}}
+{{- end -}}
+{{- if has "default" $names -}}
+{{- fail "cache.users: default is the user of secret.password: give yours another name" -}}
 {{- end -}}
 {{- $value := include "kvtier.bytes" (dict "value" $cache.maxValue "name" "cache.maxValue") | float64 -}}
 {{- if gt $value (include "kvtier.bytes" (dict "value" $cache.hostCapacity "name" "cache.hostCapacity") | float64) -}}

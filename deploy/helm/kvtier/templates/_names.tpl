@@ -23,7 +23,7 @@ Longer ones are cut and keep a hash, so that two of them do not become one. */}}
 {{/* What never changes in a release: selectors are made of it. */}}
 {{- define "kvtier.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Of pods: no version, so that a new chart with the same pods leaves them alone. part-of is also the job that Prometheus
