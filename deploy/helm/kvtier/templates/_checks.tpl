@@ -43,13 +43,21 @@
 {{- else if $v.valkey.enabled -}}
 {{- fail (printf "valkey.enabled = true with shape = %q: no engine would use it; set shape to redis, or valkey.enabled to false" $v.shape) -}}
 {{- end -}}
+{{- $config := default dict $v.engine.config -}}
 {{- range $name := list "tiers" "http" "server" -}}
-{{- if hasKey $v.engine.config $name -}}
+{{- if hasKey $config $name -}}
 {{- fail (printf "engine.config.%s is written by this chart: leave it out; see engine.hostCapacity, engine.httpPort and shape" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (lt (int $v.cache.http.port) (int (add $v.engine.httpPort $v.engine.ranks))) (ge (int $v.cache.http.port) (int $v.engine.httpPort)) (eq $v.shape "sidecar") -}}
 {{- fail (printf "cache.http.port = %v is one of the ports from engine.httpPort = %v on, one for each rank, in the same pod: choose another" $v.cache.http.port $v.engine.httpPort) -}}
+{{- end -}}
+{{- range $where, $labels := dict "cache.podLabels" $v.cache.podLabels "engine.podLabels" $v.engine.podLabels -}}
+{{- range $key := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/part-of" "app.kubernetes.io/component" -}}
+{{- if hasKey (default dict $labels) $key -}}
+{{- fail (printf "%s: %s is the chart's own, which selectors go by: leave it out" $where $key) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $ports := list -}}
 {{- if $v.engine.enabled -}}
