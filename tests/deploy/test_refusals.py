@@ -145,3 +145,18 @@ def test_a_password_is_not_repeated(helm: Helm) -> None:
 )
 def test_what_looks_like_it_is_taken(helm: Helm, values: Object) -> None:
     assert helm.render(values)
+
+
+def test_names_that_look_like_numbers_stay_names(helm: Helm) -> None:
+    values = {"fullnameOverride": "kv", "nameOverride": "77", "secret": {"name": "123", "httpToken": "5"}}
+    for found in helm.render(values, release="2024"):
+        labels = found["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "2024" and labels["app.kubernetes.io/name"] == "77"
+    rendered = helm.render(values, release="2024")
+    (engine,) = [found for found in rendered if found["kind"] == "StatefulSet"]
+    secrets = [v["secret"] for v in engine["spec"]["template"]["spec"]["volumes"] if "secret" in v]
+    assert secrets
+    assert all(secret["secretName"] == "123" for secret in secrets)
+    trial: Object = {"shape": "redis", "fullnameOverride": "kv", "valkey": {"enabled": True}}
+    with pytest.raises(RefusedError, match="choose another name of the release"):
+        helm.render(trial, release="2024")

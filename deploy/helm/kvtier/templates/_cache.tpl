@@ -80,15 +80,15 @@ volumeMounts:
   configMap: {name: {{ include "kvtier.fullname" . }}-cache}
 - name: cache-secret
   secret:
-    secretName: {{ .Values.secret.name }}
+    secretName: {{ .Values.secret.name | quote }}
     defaultMode: 0440
     items:
-      - {key: {{ .Values.secret.httpToken }}, path: http-token}
+      - {key: {{ .Values.secret.httpToken | quote }}, path: http-token}
       {{- if include "kvtier.cachePassword" . }}
-      - {key: {{ .Values.secret.password }}, path: password}
+      - {key: {{ .Values.secret.password | quote }}, path: password}
       {{- end }}
       {{- range $cache.users }}
-      - {key: {{ .passwordKey }}, path: user-{{ .name }}}
+      - {key: {{ .passwordKey | quote }}, path: user-{{ .name }}}
       {{- end }}
 {{- with $cache.tcp.tlsSecretName }}
 - name: cache-tls

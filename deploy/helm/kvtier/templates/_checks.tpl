@@ -11,7 +11,7 @@
 {{- end -}}
 {{- range $where, $env := dict "cache.env" $v.cache.env "engine.env" $v.engine.env -}}
 {{- range $env -}}
-{{- if and (regexMatch "(?i)(passw(or)?d|passphrase|secrets?|token|api_?key|credentials?)([^a-z]|$)" .name) (hasKey . "value") -}}
+{{- if and (regexMatch "(?i)(passw(or)?ds?|passphrase|secrets?|token|api_?keys?|credentials?)([^a-z]|$)" .name) (hasKey . "value") -}}
 {{- fail (printf "%s: %s holds a secret as text, which everybody sees who may list pods: use valueFrom with a secretKeyRef" $where .name) -}}
 {{- end -}}
 {{- end -}}
@@ -85,6 +85,9 @@
 {{- if gt (include "kvtier.millicores" $cpu.request | float64) (include "kvtier.millicores" $cpu.limit | float64) -}}
 {{- fail (printf "%s: request = %q is more than limit = %q, which Kubernetes refuses: raise the limit" $where (toString $cpu.request) (toString $cpu.limit)) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.valkey.enabled (not (regexMatch "^[a-z]" .Release.Name)) -}}
+{{- fail (printf "valkey.enabled with a release named %q: its Service would begin with no letter; choose another name of the release" .Release.Name) -}}
 {{- end -}}
 {{- $name := include "kvtier.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}

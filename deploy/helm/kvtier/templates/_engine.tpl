@@ -124,15 +124,15 @@ volumeMounts:
   configMap: {name: {{ include "kvtier.fullname" . }}-engine}
 - name: engine-secret
   secret:
-    secretName: {{ .Values.secret.name }}
+    secretName: {{ .Values.secret.name | quote }}
     defaultMode: 0440
     items:
-      - {key: {{ .Values.secret.httpToken }}, path: http-token}
+      - {key: {{ .Values.secret.httpToken | quote }}, path: http-token}
       {{- if include "kvtier.cachePassword" . }}
-      - {key: {{ .Values.secret.password }}, path: password}
+      - {key: {{ .Values.secret.password | quote }}, path: password}
       {{- end }}
       {{- if and (eq .Values.shape "redis") .Values.redis.auth }}
-      - {key: {{ .Values.secret.redisPassword }}, path: redis-password}
+      - {key: {{ .Values.secret.redisPassword | quote }}, path: redis-password}
       {{- end }}
 {{- if eq .Values.shape "daemonset" }}
 - name: socket

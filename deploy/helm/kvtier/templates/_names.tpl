@@ -22,7 +22,7 @@ Longer ones are cut and keep a hash, so that two of them do not become one. */}}
 
 {{/* What never changes in a release: selectors are made of it. */}}
 {{- define "kvtier.selector" -}}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
