@@ -6,13 +6,14 @@ import importlib.util
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from kvtier.testing.processes import freeze, thaw
 
 START_S = 10.0
 KINDS = ("redis", "valkey", "redis-6")
@@ -102,10 +103,10 @@ class RedisServer:
 
     def freeze(self) -> None:
         """Stop it from running, with its connections left open."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
+        thaw(self.process.pid)
 
     def _listens(self) -> bool:
         if self.process.poll() is not None:

@@ -3,8 +3,6 @@ are recomputed, the scheduler's thread is not held, and nothing is used that did
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvtier.testing.processes import freeze, thaw
 
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
@@ -70,13 +70,14 @@ class Server:
             except OSError:
                 return False
 
-    def send(self, number: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:
-            self.send(signal.SIGKILL)
+            self._process.kill()
             self._process.wait(PATIENCE_S)
             self._process = None
             self.socket.unlink(missing_ok=True)
@@ -147,7 +148,7 @@ def test_a_cache_server_that_freezes_while_pages_come_from_it(
     real = tier.get_many_into
 
     def freezing(*args: Any, **named: Any) -> Any:
-        server.send(signal.SIGSTOP)
+        freeze(server.pid)
         return real(*args, **named)
 
     monkeypatch.setattr(tier, "get_many_into", freezing)
@@ -156,7 +157,7 @@ def test_a_cache_server_that_freezes_while_pages_come_from_it(
     misses = {reason: n for reason, n in engine.counts.misses.items() if n}
     assert sum(misses.values()) == 8 and misses.keys() <= {"deadline", "tier_down"}
     engine.compute(list(range(300, 364)))  # serves on, and its own pages stay in host memory
-    server.send(signal.SIGCONT)
+    thaw(server.pid)
     monkeypatch.setattr(tier, "get_many_into", real)
     give_up = time.monotonic() + PATIENCE_S
     n = 0
