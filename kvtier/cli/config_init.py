@@ -22,7 +22,11 @@ def init(
     file: Annotated[str, typer.Argument(help="Where to write; - is standard output.")] = "kvtier.yaml",
     preset: Annotated[Preset, typer.Option(help="Who is going to read the file.")] = Preset.SINGLE_NODE,
     memory: Annotated[
-        str, typer.Option(help="Memory for pages, such as 64GiB.", show_default="half of this machine's or container's")
+        str,
+        typer.Option(
+            help="Memory for pages, such as 64GiB.",
+            show_default="half of this machine's or container's; for client an eighth",
+        ),
     ] = "",
     disk: Annotated[
         str, typer.Option(help="Disk for pages, such as 1TiB.", show_default="four fifths of what is free at --path")
@@ -45,7 +49,7 @@ def init(
     from kvtier.config import parse_bytes
 
     check_sizes(memory=memory or None, disk=disk or None)
-    host_bytes = parse_bytes(memory) if memory else _half_of_memory()
+    host_bytes = parse_bytes(memory) if memory else _share_of_memory(preset)
     disk_bytes = parse_bytes(disk) if disk else _most_of_disk(Path(path).expanduser())
     text = text_of(preset, size_text(host_bytes), size_text(disk_bytes), path=path, url=url, socket=socket)
     if file == "-":
@@ -55,13 +59,14 @@ def init(
     typer.echo(f"{file}: {preset.value}, {size_text(host_bytes)} of memory; next: kvtier config validate {file}")
 
 
-def _half_of_memory() -> int:
+def _share_of_memory(preset: Preset) -> int:
+    """Half of it, except for an engine's own few pages beside a server that has taken its half."""
     from kvtier.cli.doctor_machine import memory_bytes
 
     total, _ = memory_bytes()
     if not total:
         raise ConfigError("--memory is missing: this system does not say how much there is; give a size such as 64GiB")
-    return _rounded(total / 2)
+    return _rounded(total / (8 if preset is Preset.CLIENT else 2))
 
 
 def _most_of_disk(path: Path) -> int:

@@ -17,6 +17,10 @@ class Preset(str, Enum):
     REDIS_CLUSTER = "redis-cluster"
 
 
+SERVER_PORT = 9404
+CLIENT_PORT = 9410
+"""Of an engine beside a cache server, which has the other. Ranks of one engine take this port and those after it."""
+
 _FOR = {
     Preset.SINGLE_NODE: (
         "kvtier for one engine with memory and a disk of its own.",
@@ -100,7 +104,7 @@ _HTTP = """\
 # /metrics, /livez, /readyz and the status page. Other machines only with allow_remote and a token (docs/metrics.md).
 http:
   host: 127.0.0.1
-  port: 9404
+  port: {http_port}
   # token_file: /run/secrets/kvtier-token
 """
 _SERVER = """\
@@ -132,5 +136,5 @@ def text_of(preset: Preset, memory: str, disk: str, *, path: str, url: str, sock
     parts.append(_HTTP)
     return "\n".join(parts).format(
         memory=memory, disk=disk, path=path, url=url, socket=socket, write="through",
-        connections=64 if preset is Preset.SIDECAR else 256,
+        connections=64 if preset is Preset.SIDECAR else 256, http_port=CLIENT_PORT if preset is Preset.CLIENT else SERVER_PORT,
     )  # fmt: skip

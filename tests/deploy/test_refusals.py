@@ -41,6 +41,9 @@ def nested(path: str, value: Any) -> Object:
         ),
         ("redis.url", "cache:6379", r"'/redis/url': 'cache:6379' does not match .*redis\|rediss"),
         ("networkPolicy.metricsFrom", [], r"'/networkPolicy/metricsFrom': minItems"),
+        ("networkPolicy.engineFrom", [{}], r"'/networkPolicy/engineFrom/0': minProperties"),
+        ("engine.service.type", "LoadBalancer", r'"LoadBalancer" with an empty networkPolicy.engineFrom.*ipBlock'),
+        ("daemonset.socketDirectory", "/run/../etc", r"'/daemonset/socketDirectory': .*not"),
         (
             "cache.memory",
             "8GiB",
@@ -110,7 +113,7 @@ HOST_PATH = {"capacity": "1TiB", "volume": {"type": "hostPath"}}
         ({"shape": "daemonset", "cache": {"nvme": HOST_PATH}}, r"needs cache.nvme.volume.hostPaths: name one"),
         (
             {"cache": {"nvme": {"capacity": "1TiB", "volume": {"type": "claim", "size": "900GiB"}}}},
-            r'"1TiB" is more than cache.nvme.volume.size = "900GiB": lower the capacity',
+            r'"1TiB" does not fit into cache.nvme.volume.size = "900GiB".* takes [0-9]+ MiB; lower the capacity',
         ),
     ],
 )

@@ -132,6 +132,16 @@ def test_without_sizes_the_machine_is_looked_at(run: Run, tmp_path: Path, monkey
     assert [t["capacity"] for t in yaml.safe_load(text)["tiers"]] == ["32GiB", "5GiB"]
 
 
+@pytest.mark.parametrize("server", [Preset.NODE, Preset.SIDECAR])
+def test_an_engine_and_its_cache_server_fit_on_one_machine(server: Preset, run: Run) -> None:
+    files = [
+        yaml.safe_load(run("init", "-", "--preset", p.value, "--disk", "1GiB")[1]) for p in (server, Preset.CLIENT)
+    ]
+    assert files[0]["http"]["port"] != files[1]["http"]["port"]
+    memory = [parse_bytes(file["tiers"][0]["capacity"]) for file in files]
+    assert memory == [32 * GIB, 8 * GIB], "of 64 GiB"
+
+
 # ---- validate
 
 

@@ -21,6 +21,9 @@
 {{- fail (printf "engine.args holds %q: arguments are seen by everybody on the node; use engine.env with a secretKeyRef, or a file" (regexFind "--?[A-Za-z0-9_-]+" .)) -}}
 {{- end -}}
 {{- end -}}
+{{- if and $v.engine.enabled $v.networkPolicy.enabled (ne $v.engine.service.type "ClusterIP") (not $v.networkPolicy.engineFrom) -}}
+{{- fail (printf "engine.service.type = %q with an empty networkPolicy.engineFrom: only pods of this namespace would be let through; name who may connect, such as {ipBlock: {cidr: 10.0.0.0/8}}" $v.engine.service.type) -}}
+{{- end -}}
 {{- if and (not $v.engine.enabled) (ne $v.shape "daemonset") -}}
 {{- fail (printf "engine.enabled = false with shape = %q leaves nothing to deploy: set shape to daemonset, or engine.enabled to true" $v.shape) -}}
 {{- end -}}
@@ -121,10 +124,10 @@
 {{- fail (printf "cache.nvme.volume.hostPaths with cache.nvme.volume.type = %q: set it to hostPath, or leave the paths out" $type) -}}
 {{- end -}}
 {{- if and $nvme.capacity $nvme.volume.size -}}
-{{- $capacity := include "kvtier.mib" (dict "value" $nvme.capacity "name" "cache.nvme.capacity") | float64 -}}
+{{- $needs := include "kvtier.volumeMib" . | float64 -}}
 {{- $size := include "kvtier.mib" (dict "value" $nvme.volume.size "name" "cache.nvme.volume.size") | float64 -}}
-{{- if gt $capacity $size -}}
-{{- fail (printf "cache.nvme.capacity = %q is more than cache.nvme.volume.size = %q: lower the capacity, or leave the size out to have it computed" $nvme.capacity $nvme.volume.size) -}}
+{{- if gt $needs $size -}}
+{{- fail (printf "cache.nvme.capacity = %q does not fit into cache.nvme.volume.size = %q: with the index and what file systems keep it takes %.0f MiB; lower the capacity, or leave the size out to have it computed" $nvme.capacity $nvme.volume.size $needs) -}}
 {{- end -}}
 {{- end -}}
 {{- if $cache.memory -}}

@@ -76,14 +76,18 @@ limits:
 {{/* Of a claim: the capacity, 6 % that file systems keep for themselves, 0.5 KiB per value and 1 GiB for what is beside the
 pages: the index's log, what was deleted. */}}
 {{- define "kvtier.claimMib" -}}
-{{- $nvme := .Values.cache.nvme -}}
-{{- if $nvme.volume.size -}}
-{{- include "kvtier.mib" (dict "value" $nvme.volume.size "name" "cache.nvme.volume.size") -}}
+{{- $size := .Values.cache.nvme.volume.size -}}
+{{- if $size -}}
+{{- include "kvtier.mib" (dict "value" $size "name" "cache.nvme.volume.size") -}}
 {{- else -}}
-{{- $mib := include "kvtier.mib" (dict "value" $nvme.capacity "name" "cache.nvme.capacity") | float64 -}}
+{{- include "kvtier.volumeMib" . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvtier.volumeMib" -}}
+{{- $mib := include "kvtier.mib" (dict "value" .Values.cache.nvme.capacity "name" "cache.nvme.capacity") | float64 -}}
 {{- $value := include "kvtier.mib" (dict "value" .Values.cache.valueSize "name" "cache.valueSize") | float64 -}}
 {{- printf "%.0f" (addf (mulf $mib 1.06 | ceil) (divf $mib $value 2048.0 | ceil) 1024.0) -}}
-{{- end -}}
 {{- end -}}
 
 {{/* Seconds from being told to stop until the cache server has to be gone: 15 for closing its tiers and its port. */}}
