@@ -136,5 +136,6 @@ def text_of(preset: Preset, memory: str, disk: str, *, path: str, url: str, sock
     parts.append(_HTTP)
     return "\n".join(parts).format(
         memory=memory, disk=disk, path=path, url=url, socket=socket, write="through",
-        connections=64 if preset is Preset.SIDECAR else 256, http_port=CLIENT_PORT if preset is Preset.CLIENT else SERVER_PORT,
+        connections=64 if preset is Preset.SIDECAR else 256,
+        http_port=CLIENT_PORT if preset is Preset.CLIENT else SERVER_PORT,
     )  # fmt: skip
