@@ -31,7 +31,7 @@ from kvtier.config import parse_compression
 from kvtier.connectors.transformers.eviction import EvictingGeneration, platform_of
 from kvtier.errors import ConfigError, SpecError
 
-DOCS = Path(__file__).parents[2] / "docs" / "compression.md"
+DOCS = Path(__file__).parents[2] / "docs" / "writing-a-method.md"
 GEOMETRY = CacheGeometry(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 PLATFORM = Platform("the test", GEOMETRY)
 
@@ -189,7 +189,7 @@ def test_evicted_rows_are_never_published() -> None:
 
 
 def test_the_worked_example_of_the_documentation(model: Any) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[0]
     assert len(code.strip().splitlines()) < 40
     # The prompt's last token must not be the model's end token, and none is.
     model.generation_config.eos_token_id = None
