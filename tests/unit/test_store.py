@@ -3,8 +3,10 @@ delayed or fail; the real tiers run under the state machine and in the integrati
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +19,13 @@ from kvtier.lookup import UNPINNED, Lookup
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
+from kvtier.testing.redis_servers import wait_for
 from kvtier.testing.store_machine import check_usage, page_bytes, page_key
 
 SLOT = 4096
+PATIENCE_S = 60.0
+"""How long is waited for what must happen: long, since it says nothing about speed."""
+LEASE_S = 1000.0
 
 
 def put(store: TieredStore, page: int, wait_s: float = 0.0) -> Slot | PutStatus:
@@ -42,19 +48,30 @@ def lower() -> DictTier:
 
 @pytest.fixture
 def store(lower: DictTier) -> Iterator[TieredStore]:
-    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=1.0, lease_s=0.2)
+    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=PATIENCE_S, lease_s=LEASE_S)
     yield store
     lower.gate.set()
     store.close()
-    assert lower.closed
+    wait_for(lambda: lower.closed, "the lower tier was not closed")
+
+
+def end_lease(lookup: Lookup) -> None:
+    """As if it had been asked for last before so long."""
+    lookup.asked -= 2 * LEASE_S
+
+
+@pytest.fixture
+def patient_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lower tier that takes nothing is waited for, however long the machine stands still."""
+    monkeypatch.setattr("kvtier.spill._STUCK_S", 10 * PATIENCE_S)
 
 
 def push_out_of_host(store: TieredStore, pages: range = range(100, 112)) -> None:
     """Fill the host tier with other pages, so that what was there is only below."""
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE_S)
     for page in pages:
-        put(store, page, wait_s=2.0)
-    assert store.flush(5.0)
+        put(store, page, wait_s=PATIENCE_S)
+    assert store.flush(PATIENCE_S)
 
 
 def ledger(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
@@ -69,7 +86,7 @@ def test_host_hits_are_pinned_until_settled(store: TieredStore) -> None:
     lookup = store.lookup("r", keys(0, 3, 6))
     assert (lookup.ready_pages, lookup.pending) == (2, False)
     for page in range(30, 60):
-        put(store, page, wait_s=0.5)
+        put(store, page, wait_s=0.1)
     assert bytes(store.host.view(lookup.ready_slots(2)[0][0])) == page_bytes(0)
     store.settle("r")
     store.settle("r")
@@ -101,23 +118,26 @@ def test_promotion_never_runs_on_the_callers_thread(store: TieredStore, lower: D
     lower.gate.clear()
     start = time.perf_counter()
     lookup = store.lookup("r", keys(0))
-    assert time.perf_counter() - start < 0.05
+    assert time.perf_counter() - start < PATIENCE_S / 2, "it waited for the tier"
     assert (lookup.ready_pages, lookup.pending) == (0, True)
     lower.gate.set()
     assert store.wait(lookup) == 1
     assert not lookup.pending
 
 
-def test_a_deadline_passed_is_a_miss_with_that_reason(store: TieredStore, lower: DictTier) -> None:
+def test_a_deadline_passed_is_a_miss_with_that_reason(lower: DictTier) -> None:
+    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=0.5)
     put(store, 0)
     push_out_of_host(store)
     lower.gate.clear()
-    lookup = store.lookup("r", keys(0))
     start = time.perf_counter()
+    lookup = store.lookup("r", keys(0))
     assert store.wait(lookup) == 0
-    assert 0.5 < time.perf_counter() - start < 3.0
+    assert 0.5 <= time.perf_counter() - start < PATIENCE_S / 2
     store.settle("r")
     assert ledger(store) == ({}, {"deadline": 1})
+    lower.gate.set()
+    store.close()
 
 
 def test_settling_before_the_page_arrives_counts_once_and_leaks_no_pin(store: TieredStore, lower: DictTier) -> None:
@@ -128,6 +148,7 @@ def test_settling_before_the_page_arrives_counts_once_and_leaks_no_pin(store: Ti
     store.settle("r")
     lower.gate.set()
     assert ledger(store) == ({}, {"deadline": 1})
+    assert store._promotions.drain(PATIENCE_S)
     push_out_of_host(store, range(200, 230))
     assert store.host.contains_many(keys(0)) == [False]
 
@@ -165,8 +186,7 @@ def test_a_failed_page_in_the_middle_ends_the_prefix(
         del lower.pages[page_key(3)]
     lower.gate.set()
     assert store.wait(lookup) == 1
-    store.flush(1.0)
-    store._promotions.drain(5.0)
+    assert store.flush(PATIENCE_S) and store._promotions.drain(PATIENCE_S)
     store.settle("r")
     assert ledger(store) == ({"nvme": 1}, {reason: 1, "after_gap": 1})
 
@@ -220,20 +240,22 @@ def test_a_page_that_fails_while_loading_becomes_a_miss_and_is_gone(store: Tiere
 
 def test_a_lookup_without_a_load_is_evictable_after_its_lease(store: TieredStore) -> None:
     for page in range(0, 36, 3):
-        put(store, page, wait_s=1.0)
-    assert store.lookup("r", keys(*range(0, 36, 3))).ready_pages == 12
+        put(store, page, wait_s=PATIENCE_S)
+    lookup = store.lookup("r", keys(*range(0, 36, 3)))
+    assert lookup.ready_pages == 12
     assert put(store, 60) is PutStatus.FULL
-    time.sleep(0.25)
-    assert isinstance(put(store, 60, wait_s=1.0), Slot)
+    end_lease(lookup)
+    assert isinstance(put(store, 60, wait_s=PATIENCE_S), Slot)
     assert store.open_requests() == []
     assert ledger(store) == ({}, {"dropped": 12})
 
 
 def test_a_held_lookup_never_expires(store: TieredStore) -> None:
     for page in range(0, 36, 3):
-        put(store, page, wait_s=1.0)
-    store.hold(store.lookup("r", keys(*range(0, 36, 3))))
-    time.sleep(0.25)
+        put(store, page, wait_s=PATIENCE_S)
+    lookup = store.lookup("r", keys(*range(0, 36, 3)))
+    store.hold(lookup)
+    end_lease(lookup)
     assert put(store, 60, wait_s=0.1) is PutStatus.FULL
 
 
@@ -243,7 +265,7 @@ def test_a_frozen_lookup_gains_nothing_and_may_start_with_less(store: TieredStor
     push_out_of_host(store)
     for page in (0, 3, 6):
         put(store, page)
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE_S)
     lower.gate.clear()
     lookup = store.lookup("r", keys(0, 3, 6, 9))
     assert store.freeze(lookup) == 3 and not lookup.pending
@@ -255,13 +277,14 @@ def test_a_frozen_lookup_gains_nothing_and_may_start_with_less(store: TieredStor
     assert store.freeze(lookup) == 0  # it has ended
 
 
+@pytest.mark.usefixtures("patient_spill")
 def test_reserve_waits_for_pages_being_spilled(store: TieredStore, lower: DictTier) -> None:
     lower.gate.clear()
     for page in range(0, 36, 3):
         assert isinstance(put(store, page), Slot)
     assert put(store, 60, wait_s=0.1) is PutStatus.FULL
     lower.gate.set()
-    assert isinstance(put(store, 60, wait_s=2.0), Slot)
+    assert isinstance(put(store, 60, wait_s=PATIENCE_S), Slot)
 
 
 def put_below(lower: DictTier, pages: range) -> list[bytes]:
@@ -273,12 +296,12 @@ def put_below(lower: DictTier, pages: range) -> list[bytes]:
 
 
 def test_a_prefix_larger_than_the_host_tier_does_not_wait_for_room_it_holds_itself(lower: DictTier) -> None:
-    store = TieredStore(HostTier(16 * SLOT), [lower], promote_deadline_s=10.0)
+    store = TieredStore(HostTier(16 * SLOT), [lower], promote_deadline_s=PATIENCE_S)
     wanted = put_below(lower, range(0, 180, 3))
     start = time.monotonic()
     lookup = store.lookup("r", wanted)
     assert store.wait(lookup) == 16
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < PATIENCE_S / 2
     store.settle("r")
     hits, misses = ledger(store)
     assert hits == {"nvme": 16}
@@ -288,14 +311,14 @@ def test_a_prefix_larger_than_the_host_tier_does_not_wait_for_room_it_holds_itse
 
 def test_the_end_of_a_prefix_gives_way_to_its_beginning(lower: DictTier) -> None:
     """The host tier holds the last pages of a prefix that does not fit: they are of no use without the first ones."""
-    store = TieredStore(HostTier(8 * SLOT), [lower], promote_deadline_s=10.0)
+    store = TieredStore(HostTier(8 * SLOT), [lower], promote_deadline_s=PATIENCE_S)
     for page in range(0, 60, 3):
-        put(store, page, wait_s=2.0)
-    assert store.flush(5.0)
+        put(store, page, wait_s=PATIENCE_S)
+    assert store.flush(PATIENCE_S)
     start = time.monotonic()
     lookup = store.lookup("r", keys(*range(0, 60, 3)))
     assert store.wait(lookup) == 8
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < PATIENCE_S / 2
     for page, (slot, meta) in zip(range(0, 24, 3), lookup.ready_slots(8), strict=True):
         assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
     store.settle("r")
@@ -305,7 +328,7 @@ def test_the_end_of_a_prefix_gives_way_to_its_beginning(lower: DictTier) -> None
 
 
 def test_room_that_another_request_holds_is_waited_for(lower: DictTier) -> None:
-    store = TieredStore(HostTier(4 * SLOT), [lower], promote_deadline_s=10.0)
+    store = TieredStore(HostTier(4 * SLOT), [lower], promote_deadline_s=PATIENCE_S)
     wanted = put_below(lower, range(0, 24, 3))
     assert store.wait(store.lookup("first", wanted[:4])) == 4
     second = store.lookup("second", wanted[4:])
@@ -317,7 +340,7 @@ def test_room_that_another_request_holds_is_waited_for(lower: DictTier) -> None:
 
 
 def test_pages_that_no_request_waits_for_any_more_push_nothing_out(lower: DictTier) -> None:
-    store = TieredStore(HostTier(64 * SLOT), [lower], promote_deadline_s=10.0, promote_threads=1)
+    store = TieredStore(HostTier(64 * SLOT), [lower], promote_deadline_s=PATIENCE_S, promote_threads=1)
     wanted = put_below(lower, range(0, 300, 3))
     lower.gate.clear()
     store.lookup("r", wanted)
@@ -343,7 +366,7 @@ def test_a_failing_lower_tier_keeps_pages_in_host_and_counts(store: TieredStore,
     lower.fail_puts.update(keys(0))
     put(store, 0)
     put(store, 3)
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE_S)
     spills = store.ledger.snapshot().spills["nvme"]
     assert (spills["failed"], spills["stored"]) == (1, 1)
     assert store.host.contains_many(keys(0)) == [True]
@@ -358,6 +381,7 @@ def test_known_below_and_duplicates(store: TieredStore) -> None:
         store.lookup("r", keys(0, 0))
 
 
+@pytest.mark.usefixtures("patient_spill")
 def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None:
     store = TieredStore(HostTier(12 * SLOT), [lower])
     put(store, 0)
@@ -366,7 +390,7 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     put(store, 3)
     start = time.perf_counter()
     store.close()
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < PATIENCE_S / 2, "closing is to take 2 s, and waited for the tier"
     lower.gate.set()
     assert ledger(store) == ({}, {"absent": 1, "dropped": 1})
     with pytest.raises(ClosedError):
@@ -376,21 +400,29 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     store.close()
 
 
-def test_tiers_that_hang_do_not_hold_up_the_end(lower: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tier may take 2 s; together with a spill that hangs in one they may not take more."""
-    store = TieredStore(HostTier(12 * SLOT), [lower])
-    close = lower.close
-    monkeypatch.setattr(lower, "close", lambda: (lower.gate.wait(10.0), close()))
-    lower.gate.clear()
-    put(store, 3)
-    start = time.perf_counter()
-    store.close()
-    assert 1.4 < time.perf_counter() - start < 2.3
-    lower.gate.set()
-    deadline = time.monotonic() + 5.0
-    while not lower.closed and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert lower.closed
+def test_tiers_that_hang_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tier may take 2 s; together with a spill that hangs in one they may not take more. The best of some tries,
+    since a busy machine makes it longer and never shorter."""
+    monkeypatch.setattr("kvtier.store._TIER_CLOSE_S", 0.5)
+    took_s: list[float] = []
+    while min(took_s, default=math.inf) >= 2.3 and len(took_s) < 8:
+        lower = DictTier("nvme")
+        store = TieredStore(HostTier(12 * SLOT), [lower])
+        lower.close = partial(close_late, lower)  # type: ignore[method-assign]
+        lower.gate.clear()
+        put(store, 3)
+        start = time.perf_counter()
+        store.close()
+        took_s.append(time.perf_counter() - start)
+        assert not lower.closed
+        lower.gate.set()
+        wait_for(lambda tier=lower: tier.closed, "the tier was not closed once it answered")  # type: ignore[misc]
+    assert 1.4 < min(took_s) < 2.3, took_s
+
+
+def close_late(tier: DictTier) -> None:
+    tier.gate.wait(10 * PATIENCE_S)
+    DictTier.close(tier)
 
 
 @pytest.mark.parametrize(
@@ -411,26 +443,26 @@ def test_names_must_differ() -> None:
 
 def test_usage_adds_up_after_all_of_it(store: TieredStore, lower: DictTier) -> None:
     for page in range(40):
-        put(store, page, wait_s=1.0)
+        put(store, page, wait_s=PATIENCE_S)
         store.lookup(f"r{page}", keys(page, page - 1 if page else 77))
         store.settle(f"r{page}")
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE_S)
     check_usage(store.host.usage())
     check_usage(lower.usage())
     assert ledger(store)[0]["host"] >= 40
 
 
 def test_a_lookup_whose_lease_ended_is_not_held(lower: DictTier) -> None:
-    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=0.001)
+    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=LEASE_S)
     put(store, 1)
     lookup = store.lookup("r", keys(1))
     assert lookup.ready_pages == 1
-    time.sleep(0.005)
+    end_lease(lookup)
     store._drop_expired()  # what a writer does that needs room
     assert not store.hold(lookup) and not store.hold(lookup, 1)
     again = store.lookup("r", keys(1))
     assert store.hold(again, 1)
-    time.sleep(0.005)
+    end_lease(again)
     store._drop_expired()
     assert store.open_requests() == ["r"]
     store.settle("r")
@@ -462,7 +494,7 @@ def test_a_sparse_lookup_uses_pages_behind_a_gap(store: TieredStore) -> None:
     put(store, 0)
     put(store, 3)
     lookup = store.lookup("r", keys(0, 1, 2, 3, 4, 5, 6), sparse=True)
-    store.wait(lookup, 10.0)
+    store.wait(lookup, PATIENCE_S)
     assert not lookup.pending and [pin != UNPINNED for pin in lookup.pins] == [i in (0, 3, 5) for i in range(7)]
     assert [bytes(store.host.view(slot)) for slot, _ in lookup.slots_of([3, 5])] == [page_bytes(3), page_bytes(5)]
     with pytest.raises(ValueError, match=r"pages \[4\] of request 'r' are not ready"):

@@ -16,6 +16,8 @@ from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.store_machine import page_bytes, page_key
 
 SLOT = 4096
+PATIENCE_S = 60.0
+"""How long is waited for what must happen: long, since it says nothing about speed."""
 
 
 class SharedTier(DictTier):
@@ -68,7 +70,7 @@ def local() -> DictTier:
 
 @pytest.fixture
 def store(local: DictTier, shared: SharedTier) -> Iterator[TieredStore]:
-    store = TieredStore(HostTier(32 * SLOT), [local, shared], promote_deadline_s=2.0)
+    store = TieredStore(HostTier(32 * SLOT), [local, shared], promote_deadline_s=PATIENCE_S)
     yield store
     for gate in (local.gate, shared.gate, shared.asking):
         gate.set()
@@ -81,7 +83,7 @@ def put(store: TieredStore, page: int) -> None:
     assert isinstance(slot, Slot)
     store.host.view(slot)[:] = data
     store.commit(keys(page), [slot], [PageMeta(len(data), 1, page, checksum(data, page_key(page)), bytes(16))])
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE_S)
 
 
 def ledger(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
@@ -95,7 +97,7 @@ def test_a_lookup_never_asks_a_shared_tier_on_the_callers_thread(store: TieredSt
     shared.asking.clear()
     start = time.perf_counter()
     lookup = store.lookup("r", keys(0, 3, 6))
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < PATIENCE_S / 2, "it waited for the tier"
     assert (lookup.ready_pages, lookup.pending) == (0, True)
     shared.asking.set()
     assert store.wait(lookup) == 2
@@ -125,7 +127,7 @@ def test_pages_behind_a_gap_are_not_read(store: TieredStore, shared: SharedTier)
     shared.has(0, 6, 9)
     lookup = store.lookup("r", keys(0, 3, 6, 9))
     assert store.wait(lookup) == 1
-    store._promotions.drain(5.0)
+    assert store._promotions.drain(PATIENCE_S)
     assert shared.read == keys(0)
     store.settle("r")
     assert ledger(store) == ({"redis": 1}, {"absent": 1, "after_gap": 2})
@@ -155,7 +157,7 @@ def test_an_error_in_the_tier_ends_the_wait(store: TieredStore, shared: SharedTi
     shared.broken = True
     start = time.perf_counter()
     assert store.wait(store.lookup("r", keys(0, 3))) == 0
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < PATIENCE_S / 2
     store.settle("r")
     assert ledger(store) == ({}, {"tier_down": 2})
     assert store.ledger.snapshot().errors["promote"] == 1
@@ -169,7 +171,7 @@ def test_a_stuck_shared_tier_does_not_hold_up_local_pages(
         store.lookup(f"stuck{n}", keys(100 + n))
     data = page_bytes(0)
     local.pages[page_key(0)] = (PageMeta(len(data), 1, 0, checksum(data, page_key(0)), bytes(16)), data)
-    assert store.wait(store.lookup("r", keys(0)), 1.0) == 1
+    assert store.wait(store.lookup("r", keys(0)), PATIENCE_S / 2) == 1
 
 
 def test_settling_before_the_answer_counts_once(store: TieredStore, shared: SharedTier) -> None:
@@ -178,7 +180,7 @@ def test_settling_before_the_answer_counts_once(store: TieredStore, shared: Shar
     store.lookup("r", keys(0, 3))
     store.settle("r")
     shared.asking.set()
-    assert store._promotions.drain(5.0)
+    assert store._promotions.drain(PATIENCE_S)
     assert ledger(store) == ({}, {"deadline": 2})
 
 
@@ -186,7 +188,7 @@ def test_two_shared_tiers(local: DictTier) -> None:
     near, far = SharedTier("near"), SharedTier("far")
     near.has(0)
     far.has(0, 3)
-    store = TieredStore(HostTier(32 * SLOT), [near, far])
+    store = TieredStore(HostTier(32 * SLOT), [near, far], promote_deadline_s=PATIENCE_S)
     lookup = store.lookup("r", keys(0, 3, 6))
     assert store.wait(lookup) == 2
     store.settle("r")
