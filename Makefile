@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long deploy-render bench clean
+.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long docs deploy-render bench clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -66,6 +66,10 @@ test-long: ## Kill a writer 200 times, open a million pages, torture for ten min
 	@$(call in,test); "$${python%/*}/kvtier" torture --seconds 0 --only kill --trials 100 $(TORTURE_ARGS); \
 	KVTIER_REOPEN_PAGES=1000000 "$$python" -m pytest -q -s tests/benchmarks/test_nvme_reopen.py; \
 	"$${python%/*}/kvtier" torture --seconds 600 $(TORTURE_ARGS)
+
+docs: ## Build the site from README.md, docs/ and docstrings into build/site; warnings and broken links are errors
+	@$(call in,docs); "$$python" -m sphinx -W --keep-going -q -b html -d build/site-state -c tools/docs_site . build/site; \
+	echo "build/site/index.html"
 
 deploy-render: ## Render the Helm chart's examples to deploy/k8s, and bring its copies of other files up to date
 	@$(call in,test); "$$python" tools/render_k8s.py

@@ -61,7 +61,7 @@ def sections(root: Path) -> list[Section]:
         if page in placed or page in _indexes() or page in ROOT_PAGES or _index_of(page) is not None:
             continue
         placed.add(page)
-        by_caption.setdefault(caption, []).append(page)
+        by_caption.setdefault(caption or "Start", []).append(page)
     forgotten = [page for page in all_pages(root) if page.startswith("docs/") and _index_of(page) is None]
     forgotten = [page for page in forgotten if page not in placed and page not in _indexes()]
     if forgotten:
@@ -94,12 +94,12 @@ def _index_of(page: str) -> str | None:
 
 
 def _links(root: Path, page: str) -> Iterator[tuple[str, str]]:
-    """(heading above, page of the site) for every link of `page` to another page."""
+    """(heading above, empty before the first one, page of the site) for every link of `page` to another page."""
     heading = ""
     text = _FENCED.sub("", root.joinpath(page).read_text(encoding="utf-8"))
     known = set(all_pages(root))
     for line in text.splitlines():
-        if line.startswith("#"):
+        if line.startswith("##"):
             heading = line.lstrip("#").strip()
         for target in _LINK.findall(line):
             if "://" in target:

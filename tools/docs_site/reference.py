@@ -186,6 +186,7 @@ def _fenced(member: Member, ticks: int, module: str = "") -> str:
     head = [f"{fence}{{py:{member.directive}}} {member.signature}"]
     head += [f":module: {module}"] if module else []
     head += member.options
+    head += [":no-contents-entry:"] if member.directive == "attribute" else []
     parts = ["\n".join(head), _prose(member.text)]
     parts += [_fenced(inner, ticks - 1) for inner in member.members]
     return "\n\n".join(part for part in parts if part) + f"\n{fence}"
