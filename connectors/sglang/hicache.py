@@ -9,17 +9,12 @@ method catches everything, counts it, and answers with exactly the type that is 
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-import torch
-from prometheus_client import Gauge
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.mem_cache.hicache_storage import (
@@ -37,11 +32,14 @@ from kvtier.build import open_codec, open_store
 from kvtier.codecs.registry import codec as codec_named
 from kvtier.config import PRIORITIES
 from kvtier.connectors.sglang import compression_hooks, hicache_hooks, hicache_options, hooks, identity, options
+from kvtier.connectors.sglang.guard import exactly
 from kvtier.connectors.sglang.hicache_pools import StagedPool, describe
 from kvtier.connectors.sglang.hicache_reads import Reads
-from kvtier.connectors.sglang.ranks import Generations, Place
+from kvtier.connectors.sglang.hicache_transfers import Transfers
+from kvtier.connectors.sglang.port import show_open_requests
+from kvtier.connectors.sglang.ranks import Generations, Place, shared_secret
 from kvtier.connectors.sglang.versions import Part
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import ConfigError
 from kvtier.keys import Namespace
 from kvtier.mover import PageMover, policy_of
 from kvtier.server.http import HttpExporter, HttpOptions
@@ -51,11 +49,6 @@ from kvtier.server.probe import store_ready
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 1.5
-_STATS_MAX = 4096
-_GIB = 1 << 30
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +59,6 @@ class _Pool:
     codec: Codec
     namespace: Namespace
     mover: PageMover
-
-
-def _exactly(
-    what: str, fallback: Callable[..., Any]
-) -> Callable[[Callable[Concatenate[KVTierStorage, P], R]], Callable[Concatenate[KVTierStorage, P], R]]:
-    """Catch everything, count it, and answer `fallback(*arguments)`, which has the type that the engine expects."""
-
-    def wrap(method: Callable[Concatenate[KVTierStorage, P], R]) -> Callable[Concatenate[KVTierStorage, P], R]:
-        @wraps(method)
-        def guarded(self: KVTierStorage, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(self, *args, **kwargs)
-            except ClosedError:
-                pass  # the engine is being ended, or storage detached
-            except Exception:  # noqa: BLE001 - it would end a thread of the engine, and storage with it
-                self.count_error(what)
-            answer: R = fallback(*args, **kwargs)
-            return answer
-
-        return guarded
-
-    return wrap
 
 
 def _no_page(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
@@ -123,11 +94,10 @@ class KVTierStorage(HiCacheStorage):
         self._place = Place(storage_config.tp_rank, storage_config.tp_size, nodes=max(1, self._args.nnodes))
         self._replicated = bool(storage_config.is_mla_model)
         self._engine = identity.identify(self._model_config, self._args)
-        self._generations, self._generation = Generations(_shared_secret(self._place)), ""
+        self._generations, self._generation = Generations(shared_secret(self._place.ranks, get_tp_group)), ""
         self._weights_changed = False
         self._pools: dict[str, _Pool] = {}
-        self._stats_lock = threading.Lock()
-        self._stats = StorageMetrics()
+        self._transfers = Transfers()
         self._closed = False
         self._http: HttpExporter | None = None
         self._store = open_store(
@@ -135,11 +105,7 @@ class KVTierStorage(HiCacheStorage):
         )
         self.ledger = self._store.ledger
         self.reads = Reads(self._store)
-        Gauge(
-            "kvtier_open_requests",
-            "Requests looked up and not yet started or dropped, or loading",
-            registry=self.ledger.registry,
-        ).set_function(lambda: len(self._store.open_requests()))
+        show_open_requests(self.ledger.registry, lambda: len(self._store.open_requests()))
 
     # -- host pools --------------------------------------------------------------------------------------------------
 
@@ -231,12 +197,12 @@ class KVTierStorage(HiCacheStorage):
 
     # -- questions, in the engine's prefetch thread ------------------------------------------------------------------
 
-    @_exactly("exists", lambda *_, **__: False)
+    @exactly("exists", lambda *_, **__: False)
     def exists(self, key: str) -> bool:
         """Whether some tier has one page. Counts nothing."""
         return self._present(self._pools[str(PoolName.KV)], [key])[0]
 
-    @_exactly("batch_exists", lambda *_, **__: 0)
+    @exactly("batch_exists", lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages can be loaded: in host memory, pinned, or on their way there. Index only, but for a
         shared tier, which is asked."""
@@ -249,7 +215,7 @@ class KVTierStorage(HiCacheStorage):
         hashes = [bytes.fromhex(key) for key in keys]
         return self.reads.promised(self.reads.find(rid, pool.namespace.page_keys(hashes), hashes))
 
-    @_exactly("batch_exists_v2", lambda *_, **__: PoolTransferResult.empty())
+    @exactly("batch_exists_v2", lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -276,7 +242,7 @@ class KVTierStorage(HiCacheStorage):
 
     # -- loads, in the engine's input thread -------------------------------------------------------------------------
 
-    @_exactly("batch_get_v1", _no_page)
+    @exactly("batch_get_v1", _no_page)
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Decode pages into the host pool; page i starts at ``host_indices[i * page_size]``. Blocks until all that can
         come in time has come; what is True is complete and verified."""
@@ -294,15 +260,15 @@ class KVTierStorage(HiCacheStorage):
         finally:
             if named is None:
                 self.reads.ended(rid)
-        self._moved("prefetch", pool, arrived, time.perf_counter() - start)
+        self._transfers.loaded(arrived, pool.staged.spec.hot_page_bytes, time.perf_counter() - start)
         return [True] * arrived + [False] * (len(keys) - arrived)
 
-    @_exactly("batch_get_v2", _no_page_of_any)
+    @exactly("batch_get_v2", _no_page_of_any)
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         """As `batch_get_v1`, of pools beside; each page is of use by itself."""
         return {transfer.name: self._get_beside(transfer) for transfer in transfers}
 
-    @_exactly("batch_get_v2", lambda transfer: [False] * len(transfer.keys or []))
+    @exactly("batch_get_v2", lambda transfer: [False] * len(transfer.keys or []))
     def _get_beside(self, transfer: PoolTransfer) -> list[bool]:
         keys, pool = list(transfer.keys or []), self._pools.get(str(transfer.name))
         if not keys or pool is None:
@@ -315,17 +281,17 @@ class KVTierStorage(HiCacheStorage):
 
     # -- stores, in the engine's backup thread -----------------------------------------------------------------------
 
-    @_exactly("batch_set_v1", _no_page)
+    @exactly("batch_set_v1", _no_page)
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Encode pages from the host pool. Blocks until each is in a tier or given up: the engine then reuses them."""
         return self._set(self._pools[str(PoolName.KV)], keys, host_indices) if keys else []
 
-    @_exactly("batch_set_v2", _no_page_of_any)
+    @exactly("batch_set_v2", _no_page_of_any)
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         """As `batch_set_v1`, of pools beside."""
         return {transfer.name: self._set_beside(transfer) for transfer in transfers}
 
-    @_exactly("batch_set_v2", lambda transfer: [False] * len(transfer.keys or []))
+    @exactly("batch_set_v2", lambda transfer: [False] * len(transfer.keys or []))
     def _set_beside(self, transfer: PoolTransfer) -> list[bool]:
         keys, pool = list(transfer.keys or []), self._pools.get(str(transfer.name))
         return self._set(pool, keys, transfer.host_indices) if keys and pool is not None else [False] * len(keys)
@@ -340,7 +306,7 @@ class KVTierStorage(HiCacheStorage):
             page_keys = pool.namespace.page_keys(hashes)
             here = self._store.host.contains_many(page_keys)
             stored = [a or b for a, b in zip(here, self._store.known_below(page_keys), strict=True)]
-        self._moved("backup", pool, sum(stored), time.perf_counter() - start)
+        self._transfers.stored(sum(stored), pool.staged.spec.hot_page_bytes, time.perf_counter() - start)
         return stored
 
     # -- the interface of single copies, which the engine does not use with interface_v1 -----------------------------
@@ -362,14 +328,12 @@ class KVTierStorage(HiCacheStorage):
 
     # -- on the scheduler's thread -----------------------------------------------------------------------------------
 
-    @_exactly("get_stats", lambda: StorageMetrics())
+    @exactly("get_stats", lambda: StorageMetrics())
     def get_stats(self) -> StorageMetrics:
         """Pages per transfer, and GiB of hot pages per second, since the last call."""
-        with self._stats_lock:
-            stats, self._stats = self._stats, StorageMetrics()
-        return stats
+        return self._transfers.take()
 
-    @_exactly("clear", lambda: None)
+    @exactly("clear", lambda: None)
     def clear(self) -> None:
         """Delete what this engine's model has stored. Local tiers are searched for it; in a shared one it stays, but
         this engine does not find it again until it restarts."""
@@ -382,7 +346,7 @@ class KVTierStorage(HiCacheStorage):
         if any(tier.capabilities.shared for tier in self._store.lower):
             self._new_generation()
 
-    @_exactly("close", lambda: None)
+    @exactly("close", lambda: None)
     def close(self) -> None:
         """End all copying and close every tier. Every question is answered with nothing from now on."""
         if self._closed:
@@ -396,13 +360,13 @@ class KVTierStorage(HiCacheStorage):
         if self._http is not None:
             self._http.close()
 
-    @_exactly("weights_changed", lambda: None)
+    @exactly("weights_changed", lambda: None)
     def weights_changed(self) -> None:
         """Pages stored until now belong to weights that are gone: look none of them up again."""
         self._new_generation()
         self._weights_changed = True
 
-    @_exactly("cache_reset", lambda: None)
+    @exactly("cache_reset", lambda: None)
     def cache_reset(self) -> None:
         """The engine forgot its cache. What was stored since an update of the weights may rest on what the old ones had
         computed."""
@@ -411,7 +375,7 @@ class KVTierStorage(HiCacheStorage):
             self._new_generation()
             self._weights_changed = False
 
-    @_exactly("requests", lambda *_: None)
+    @exactly("requests", lambda *_: None)
     def batch_built(self, started: Sequence[str], waiting: Callable[[], Collection[str]]) -> None:
         """Requests start; those that are in no queue any more are let go."""
         for rid in started:
@@ -419,12 +383,12 @@ class KVTierStorage(HiCacheStorage):
         if self.reads.open:
             self.reads.keep(waiting())
 
-    @_exactly("requests", lambda *_: None)
+    @exactly("requests", lambda *_: None)
     def request_dropped(self, rid: str) -> None:
         """The request was aborted. A load under way keeps its pins until it ends."""
         self.reads.ended(rid)
 
-    @_exactly("requests", lambda *_: None)
+    @exactly("requests", lambda *_: None)
     def prefilled(self, tokens: int, seconds: float) -> None:
         """So many prompt tokens were computed in that time: for the break-even rule."""
         self._store.break_even.prefilled(tokens, seconds)
@@ -444,20 +408,6 @@ class KVTierStorage(HiCacheStorage):
             namespace = replace(pool.namespace, generation=self._generation)
             self._pools[name] = self._open_pool(name, pool.staged, pool.codec, namespace)
 
-    def _moved(self, direction: str, pool: _Pool, pages: int, seconds: float) -> None:
-        if pages < 1:
-            return
-        speed = pages * pool.staged.spec.hot_page_bytes / _GIB / max(seconds, 1e-9)
-        with self._stats_lock:
-            counts, speeds = (
-                (self._stats.prefetch_pgs, self._stats.prefetch_bandwidth)
-                if direction == "prefetch"
-                else (self._stats.backup_pgs, self._stats.backup_bandwidth)
-            )
-            if len(counts) < _STATS_MAX:  # nobody may ever ask
-                counts.append(pages)
-                speeds.append(speed)
-
 
 def _restorable(there: Sequence[bool], transfer: PoolTransfer) -> list[int]:
     """Lengths of prefixes for which a pool beside has what its policy asks for."""
@@ -466,11 +416,3 @@ def _restorable(there: Sequence[bool], transfer: PoolTransfer) -> list[int]:
         return list(range(1, reach + 1))
     window = max(1, len(transfer.keys or []))
     return [n for n in range(1, len(there) + 1) if all(there[max(0, n - window) : n])]
-
-
-def _shared_secret(place: Place) -> bytes:
-    """The same random bytes on every rank, which all build their storage at the same time."""
-    drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.int32)
-    if place.ranks > 1:
-        torch.distributed.all_reduce(drawn, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return bytes(drawn.tolist())

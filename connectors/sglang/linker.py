@@ -8,44 +8,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-from prometheus_client import Gauge
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
-from kvtier.build import open_store
 from kvtier.config import Config
-from kvtier.connectors.sglang import compression_hooks, hooks, identity, options
+from kvtier.connectors.sglang import compression_hooks, hooks, identity, opening, options
 from kvtier.connectors.sglang.agreement import Agreement, Progress
 from kvtier.connectors.sglang.boundaries import is_beside
-from kvtier.connectors.sglang.compacted import Compacted, Heads
-from kvtier.connectors.sglang.compacted import load as load_compacted
-from kvtier.connectors.sglang.loads import BatchLoad
-from kvtier.connectors.sglang.movers import Movers, Offloading, Part, Stored, check_device, codec_for, shared_by_one
-from kvtier.connectors.sglang.pools import DevicePool, page_hashes
+from kvtier.connectors.sglang.guard import timed
+from kvtier.connectors.sglang.loads import Loads
+from kvtier.connectors.sglang.movers import Movers, Offloading, Part
+from kvtier.connectors.sglang.offloads import Offloads
+from kvtier.connectors.sglang.pools import page_hashes
 from kvtier.connectors.sglang.pools.engine import EnginePools
-from kvtier.connectors.sglang.port import open_port
+from kvtier.connectors.sglang.port import open_port, show_open_requests, show_pending_offloads
 from kvtier.connectors.sglang.prefixes import Prefix, Prefixes
 from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
 from kvtier.connectors.sglang.stages import Stages
 from kvtier.connectors.sglang.tool_calls import Hints, Text, hash_text
-from kvtier.errors import EngineError
 from kvtier.keys import Namespace
-from kvtier.ledger import MissReason, OffloadOutcome
-from kvtier.mover import PageMover, policy_of
+from kvtier.ledger import MissReason
+from kvtier.mover import PageMover
 from kvtier.server.http import HttpExporter
-from kvtier.spec import Role
-from kvtier.store import TieredStore
-from kvtier.tickets import OffloadResult, OnboardResult, Ticket
-from kvtier.workers import WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -54,52 +45,12 @@ _DRAIN_S = 10.0
 _CLOSE_S = 1.5
 """How long an engine that ends waits for pages under way, in all; tiers that hang add their own bound."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class _Weights(Enum):
     """Whether what lies on the device was computed by the weights that are there now."""
 
     AS_LOADED = auto()
     CHANGED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A load that was promised, of all pools. Without parts it cannot be started, which fails its batch."""
-
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    request_ids: tuple[str, ...]
-    tickets: tuple[Ticket[OnboardResult], ...]
-    started: bool
-
-
-def _timed(
-    call: str, fallback: Callable[[], Any]
-) -> Callable[[Callable[Concatenate[KVTierLinker, P], R]], Callable[Concatenate[KVTierLinker, P], R]]:
-    """Catch everything, count it, answer `fallback()`; the time taken from the engine goes to the ledger as `call`."""
-
-    def wrap(method: Callable[Concatenate[KVTierLinker, P], R]) -> Callable[Concatenate[KVTierLinker, P], R]:
-        @wraps(method)
-        def guarded(self: KVTierLinker, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            start = time.perf_counter()
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - an exception here would end the engine
-                self.count_error(call)
-                answer: R = fallback()
-                return answer
-            finally:
-                self.ledger.time_engine(call, time.perf_counter() - start)
-
-        return guarded
-
-    return wrap
 
 
 class KVTierLinker(UnifiedCacheLinker):
@@ -122,7 +73,7 @@ class KVTierLinker(UnifiedCacheLinker):
         options.check_waiting(config)
         if config.compression.live:
             compression_hooks.verify_installed()
-        _refuse_unsupported(args, model_config)
+        opening.refuse_unsupported(args, model_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         told = identity.cache_values(model_config, args, pool)
         self._pools = EnginePools.of(params, {c.name for c in components}, told)
@@ -136,89 +87,45 @@ class KVTierLinker(UnifiedCacheLinker):
         self._stages = Stages(self._ranks) if self._ranks.staged else None
         self._place = Place.of(get_parallel(), args)
         self._generations = Generations(self._ranks.secret(self._place.rank == 0))
-        self._epoch = 0
         self._load_started_s = self._prefill_launched_s = 0.0
         self._weights = _Weights.AS_LOADED
         self.page_tokens: int = params.page_size
         self._new: dict[str, None] = {}
         self.barred: dict[str, bool] = {}
         self._asked: dict[str, Prefix] = {}
-        self._queued: dict[str, _Load] = {}
-        self._batches: dict[int, _Batch] = {}
-        self._offloads: deque[Offloading] = deque()
+        self._offloads = Offloads(self._stages, lambda: self.count_error("offload"))
         engine = identity.identify(model_config, args)
-        self._stored = [self._stored_as(config, pool, engine) for pool in self._pools.all]
-        self.compacted = self._compacted(config, model_config, args)
+        self._stored = opening.stored_pools(config, self._pools, engine, self._place)
+        self.compacted = opening.compacted_prefixes(config, self._stored, self._place, model_config, args)
         self._open(config)
-
-    def _compacted(self, config: Config, model_config: Any, args: Any) -> Compacted:
-        """The compacted prefixes that the configuration names. Raises before anything is opened."""
-        kv, served = self._stored[0], []
-        if config.compacted:
-            if config.compression.live or len(self._stored) > 1:
-                raise EngineError(
-                    "the option compacted cannot be combined with compression of live caches, nor with models whose "
-                    "cache is more than K and V: remove one of the two"
-                )
-            count, tp_size = kv.pool.spec.buffers[0].heads, self._place.tp_size
-            heads = Heads(self._place.tp_rank * count, count, count * tp_size)
-            served = load_compacted(config.compacted, kv, identity.plain_checkpoint(model_config, args), heads)
-        return Compacted(served, kv, positions=model_config.context_len)
+        self._loads = Loads(
+            self.layer_done_counter, self._pools.counted_layers, lambda error: self.count_error("load", error)
+        )
 
     def _open(self, config: Config) -> None:
         self._config = config
         place = self._place
-        self._store: TieredStore = open_store(
-            shared_by_one(config, place.tp_rank) if self._pools.replicated else config,
-            shard=place.folder,
-            rank=place.node_rank,
-            ranks=place.node_ranks,
-            several=place.ranks > 1,
-        )
+        self._store = opening.open_tiers(config, place, replicated=self._pools.replicated)
         self.ledger = self._store.ledger
         self._http: HttpExporter | None = None
         self._hints: Hints | None = None
         try:
             self._open_movers()
             self.compacted.put(self._store, config)
-            self._show(
-                "kvtier_open_requests",
-                "Requests looked up and not yet started or dropped, or loading",
-                self._open_requests,
-            )
-            self._show(
-                "kvtier_pending_offloads", "Offloads whose result the engine has not taken", lambda: len(self._offloads)
-            )
+            show_open_requests(self.ledger.registry, self._open_requests)
+            show_pending_offloads(self.ledger.registry, lambda: len(self._offloads))
             if config.http is not None:
                 nbytes = self._mover.layout(self._stored[0].codec).cold_page_bytes
                 self._http, self._hints = open_port(config, config.http, place, self._store, nbytes, self._keys_of)
         except BaseException:
             self._store.close()
             raise
-        self._watchers = WorkerPool("kvtier-load-watch", 1, lambda error: self.count_error("load", error))
         _log.info(
             "kvtier: namespace %s, pages of %d tokens, %d bytes hot",
             self._namespace.digest.hex()[:16],
             self.page_tokens,
             self._pools.kv.spec.hot_page_bytes,
         )
-
-    def _stored_as(self, config: Config, pool: DevicePool, engine: identity.EngineIdentity) -> Stored:
-        """How pages of `pool` are named and written."""
-        codec = codec_for(config, pool)
-        check_device(codec, pool)
-        dtypes = dict.fromkeys(b.dtype.value for b in pool.spec.buffers if b.role is not Role.INDEX_KEY)
-        namespace = Namespace.of(
-            pool.spec,
-            policy_of(codec),
-            model=engine.model,
-            weights=engine.weights,
-            dtype="+".join([*dtypes, *filter(None, [pool.variant])]),
-            shard=self._place.replicated_shard if self._pools.replicated else self._place.shard,
-            lora=engine.lora,
-            salt=config.salt,
-        )
-        return Stored(pool, namespace, codec)
 
     @property
     def _namespace(self) -> Namespace:
@@ -227,9 +134,6 @@ class KVTierLinker(UnifiedCacheLinker):
     @property
     def _mover(self) -> PageMover:
         return self._movers.kv
-
-    def _show(self, name: str, text: str, value: Callable[[], int]) -> None:
-        Gauge(name, text, registry=self.ledger.registry).set_function(value)
 
     def _open_requests(self) -> int:
         return sum(not is_beside(name) for name in self._store.open_requests())
@@ -252,12 +156,12 @@ class KVTierLinker(UnifiedCacheLinker):
 
     # -- what the radix cache calls --------------------------------------------------------------------------------
 
-    @_timed("lookup", list)
+    @timed("lookup", list)
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Prefix lengths in pages, of the tail that is not on the device, that can be restored now: verified, in host
         memory, and pinned from here until the request starts or is dropped. The first call starts promotions."""
         self._new.pop(rid, None)
-        if rid in self._queued:
+        if self._loads.queued(rid):
             return []  # another request of the same name: the pages of the first must stay what its load expects
         if self._agreement is None:
             return self._look_up(rid, transfers).lengths()
@@ -298,133 +202,82 @@ class KVTierLinker(UnifiedCacheLinker):
         except Exception:  # noqa: BLE001 - the load will tell
             self.count_error("lookup")
 
-    @_timed("load", bool)
+    @timed("load", bool)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue the pages that the last lookup of `rid` promised. The answer depends on its pins only."""
         if self._agreement is not None:
             return self._load_agreed(self._agreement, rid, transfers)
         known = self._asked.get(rid)
-        parts = None if rid in self._queued or known is None else self._prefixes.parts(known, transfers)
+        parts = None if self._loads.queued(rid) or known is None else self._prefixes.parts(known, transfers)
         if known is None or parts is None:
             return False
         if not self._store.hold(known.lookup, len(transfers[0].keys)):
             return False  # the lease ended a moment ago
-        self._queued[rid] = _Load(tuple(parts))
+        self._loads.queue(rid, parts)
         return True
 
     def _load_agreed(self, agreement: Agreement, rid: str, transfers: list[PoolTransfer]) -> bool:
         """True on every rank or on none: what goes wrong on one of them fails the batch on all."""
         pages = len(transfers[0].keys)
-        if rid in self._queued or not agreement.reaches(rid, pages):
+        if self._loads.queued(rid) or not agreement.reaches(rid, pages):
             return False
         known = self._asked.get(rid)
-        load = _Load(())
+        promised: list[Part] = []
         try:
             parts = None if known is None else self._prefixes.parts(known, transfers)
             if known is not None and parts and self._store.hold(known.lookup, pages, rest=MissReason.AFTER_GAP):
-                load = _Load(tuple(parts))
+                promised = parts
         except Exception:  # noqa: BLE001 - as above
             self.count_error("load")
-        self._queued[rid] = load
+        self._loads.queue(rid, promised)
         return True
 
-    @_timed("load", lambda: -1)
+    @timed("load", lambda: -1)
     def start_layer_wise_loading(self) -> int:
-        """Start every queued load; the forward waits for them layer by layer under the index returned. -1 without any.
-
-        A load that cannot be started fails the batch: its requests were promised their pages."""
-        if not self._queued:
+        """Start every queued load; the forward waits for them layer by layer under the index returned, -1 without
+        any."""
+        if not self._loads.any_queued:
             return -1
-        queued, self._queued = self._queued, {}
         self._load_started_s = time.monotonic()
-        index: int = self.layer_done_counter.update_producer()
-        parts = [part for load in queued.values() for part in load.parts]
-        batch = BatchLoad(
-            self.layer_done_counter, index, self._movers.writes_by_layer(parts, self._pools.counted_layers)
-        )
-        tickets: list[Ticket[OnboardResult]] = []
-        started = False
-        try:
-            events = self.record_offload_ready()
-            if not all(load.parts for load in queued.values()):
-                raise EngineError("pages that all ranks had agreed on are not there any more")
-            # One by one: those before a failure have started, and must be waited for.
-            tickets.extend(self._movers.onboard(part, events, batch.layer_done) for part in parts)
-            if not self._watchers.submit(lambda: batch.watch(tickets)):
-                raise EngineError("kvtier was closed")
-            started = True
-        except Exception as error:  # noqa: BLE001 - the forward must not wait for ever
-            self.count_error("load")
-            batch.fail(error)
-        self._batches[index] = _Batch(tuple(queued), tuple(tickets), started)
-        return index
+        return self._loads.start(self._movers, self.record_offload_ready)
 
-    @_timed("load", bool)
+    @timed("load", bool)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Wait until nothing of the batch is being written any more; True if every layer of every load arrived."""
-        batch = self._batches.pop(counter_index, None)
+        batch = self._loads.finish(counter_index)
         if batch is None:
             return False  # asked only for batches that had loads: this one could not even be started
-        try:
-            ok: bool = self.layer_done_counter.finish(counter_index) and batch.started
-            ok &= all(result.ok for result in [ticket.result() for ticket in batch.tickets])
-        except Exception:  # noqa: BLE001 - the stages of a pipeline wait for the verdict
-            self.count_error("load")
-            ok = False
         for rid in batch.request_ids:
             self._settle(rid, loaded=True)
         if self._stages is not None:
-            self._stages.landed(batch.request_ids, ok)
+            self._stages.landed(batch.request_ids, batch.ok)
             return True  # until all stages know of it
-        return ok
+        return batch.ok
 
-    @_timed("load", bool)
+    @timed("load", bool)
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a load that was not started; True if there was one."""
-        return self._queued.pop(rid, None) is not None
+        return self._loads.cancel(rid)
 
-    @_timed("offload", bool)
+    @timed("offload", bool)
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue a node's pages. The engine keeps them in place until the result is popped."""
-        try:
-            self._offloads.append(self._offload(transfers))
-        except Exception:  # noqa: BLE001 - results pair with submissions, on every rank alike
-            self.count_error("offload")
-            failed: Ticket[OffloadResult] = Ticket()
-            failed.finish(OffloadResult({OffloadOutcome.FAILED: len(transfers[0].keys)}))
-            self._offloads.append(Offloading((failed,)))
+        self._offloads.submit(len(transfers[0].keys), lambda check: self._offload(transfers, check))
         return True
 
-    def _offload(self, transfers: list[PoolTransfer]) -> Offloading:
+    def _offload(self, transfers: list[PoolTransfer], check: Callable[[], None]) -> Offloading:
         plain = self.compacted.plain(transfers)
         if plain is None:
             return Offloading(())
-        events = self.record_offload_ready()
-        epoch = self._epoch
-
-        def check() -> None:
-            if epoch != self._epoch:
-                raise EngineError("the engine's cache was flushed before these pages were copied")
-
-        return self._movers.offload(plain, events, check)
+        return self._movers.offload(plain, self.record_offload_ready(), check)
 
     def num_completed_offloads(self) -> int:
         """How many results can be popped now, in the order of submission."""
-        if self._stages is not None:
-            return self._stages.ended
-        done = 0
-        for node in self._offloads:
-            if not node.done():
-                break
-            done += 1
-        return done
+        return self._offloads.completed()
 
     def pop_completed_offload(self) -> bool:
         """The oldest result: whether all pages of the node are in a tier."""
-        if not self._offloads:
-            return False
-        ticket = self._offloads.popleft()
-        return self._stages.take() if self._stages is not None else ticket.result().ok
+        return self._offloads.pop()
 
     @property
     def staged(self) -> bool:
@@ -433,21 +286,20 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def settle_stages(self) -> None:
         """With a pipeline, whose stages all call this before they choose a batch: what offloads have ended on all."""
-        if self._stages is not None:
-            self._stages.step(self._offloads)
+        self._offloads.step()
 
     def failed_loads(self, rids: list[str]) -> list[str]:
         """With a pipeline, of a batch that has left it: the requests whose loads failed on one of the stages."""
         return self._stages.failed(rids) if self._stages is not None else []
 
-    @_timed("reset", lambda: None)
+    @timed("reset", lambda: None)
     def reset(self) -> None:
         """The engine forgets its cache: end all copying, drop loads, pins and results. Stored pages stay."""
-        self._queued.clear()
-        for index in list(self._batches):
+        self._loads.forget_queued()
+        for index in self._loads.batches():
             self.finish_layer_wise_loading(index)
         self._quiesce()
-        self._watchers.drain()  # every load has ended; the counter's numbers start again below
+        self._loads.drain()  # every load has ended; the counter's numbers start again below
         self._offloads.clear()
         for rid in {*self._asked, *self._store.open_requests()}:
             self._settle(rid)
@@ -461,12 +313,12 @@ class KVTierLinker(UnifiedCacheLinker):
             self._new_generation()
             self._weights = _Weights.AS_LOADED
 
-    @_timed("reset", lambda: None)
+    @timed("reset", lambda: None)
     def close(self) -> None:
         """End all copying and close every tier."""
         give_up = time.monotonic() + _CLOSE_S
         self._movers.close(_CLOSE_S / 2)
-        self._watchers.close(0.05)
+        self._loads.close()
         self._store.close(max(0.05, give_up - time.monotonic()))
         if self._http is not None:
             self._http.close()
@@ -519,7 +371,7 @@ class KVTierLinker(UnifiedCacheLinker):
 
     def loads(self, rid: str) -> bool:
         """Whether the request is in a batch that loads pages of it."""
-        return any(rid in batch.request_ids for batch in self._batches.values())
+        return self._loads.loads(rid)
 
     def prefilled(self, tokens: int, launched_s: float) -> None:
         """A batch of so many prompt tokens, launched at that time of the monotonic clock, has just ended. With the next
@@ -544,11 +396,11 @@ class KVTierLinker(UnifiedCacheLinker):
         if self._agreement is not None:
             self._agreement.keep(waiting)
         if self._asked:
-            keep = {*waiting, *self._queued, *(rid for batch in self._batches.values() for rid in batch.request_ids)}
+            keep = waiting | self._loads.requests()
             for rid in [rid for rid in self._asked if rid not in keep]:
                 self._settle(rid)
 
-    @_timed("reset", lambda: None)
+    @timed("reset", lambda: None)
     def weights_changed(self) -> None:
         """Pages stored until now belong to weights that are gone: look none of them up again."""
         for rid in list(self._asked):
@@ -560,7 +412,7 @@ class KVTierLinker(UnifiedCacheLinker):
         self._new_generation()
         self._weights = _Weights.CHANGED
 
-    @_timed("reset", lambda: None)
+    @timed("reset", lambda: None)
     def end_copies(self) -> None:
         """The engine is about to give the memory of its pages back, with no request running."""
         self._quiesce()
@@ -581,7 +433,7 @@ class KVTierLinker(UnifiedCacheLinker):
         while; those that have are waited for, since the engine is about to reuse their pages."""
         if not self._movers.drain(_DRAIN_S):
             _log.warning("kvtier: pages were still waiting to be copied after %s s and are dropped", _DRAIN_S)
-            self._epoch += 1
+            self._offloads.give_up()
             self._movers.drain()
 
     def _settle(self, rid: str, *, loaded: bool = False) -> None:
@@ -590,12 +442,3 @@ class KVTierLinker(UnifiedCacheLinker):
             self._prefixes.settle(rid, loaded=loaded)
         except Exception:  # noqa: BLE001 - called from hooks on the scheduler's thread
             self.count_error("settling a request")
-
-
-def _refuse_unsupported(args: Any, model_config: Any) -> None:
-    options.refuse_excluded({e.option: getattr(args, e.option, None) for e in options.EXCLUDED}, options.EXCLUDED)
-    if model_config.is_multimodal and not args.language_model_only:
-        raise EngineError(
-            "this model takes images or sound, which kvtier was not tested with. Give --language-model-only, or start "
-            "without --kv-connector"
-        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry, Gauge
+
 from kvtier.config import Config, HttpConfig
 from kvtier.connectors.sglang.ranks import Place
 from kvtier.connectors.sglang.tool_calls import BODY_BYTES_MAX, PATH, Hints, Text
@@ -14,6 +16,16 @@ from kvtier.server.probe import store_ready
 from kvtier.store import TieredStore
 
 _log = logging.getLogger(__name__)
+
+
+def show_open_requests(registry: CollectorRegistry, count: Callable[[], int]) -> None:
+    text = "Requests looked up and not yet started or dropped, or loading"
+    Gauge("kvtier_open_requests", text, registry=registry).set_function(count)
+
+
+def show_pending_offloads(registry: CollectorRegistry, count: Callable[[], int]) -> None:
+    text = "Offloads whose result the engine has not taken"
+    Gauge("kvtier_pending_offloads", text, registry=registry).set_function(count)
 
 
 def open_port(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,15 @@ class Generations:
         """16 bytes as hex; another one at each call, and in each engine."""
         self._updates += 1
         return hashlib.blake2b(self._updates.to_bytes(8, "little"), key=self._secret, digest_size=16).hexdigest()
+
+
+def shared_secret(ranks: int, group: Callable[[], Any]) -> bytes:
+    """The same random bytes on each of `ranks` tensor-parallel ranks, which all call this at the same time. `group`:
+    SGLang's coordinator of them, asked for where there are several."""
+    drawn = torch.tensor(list(secrets.token_bytes(_SECRET_BYTES)), dtype=torch.int32)
+    if ranks > 1:
+        dist.all_reduce(drawn, op=dist.ReduceOp.MIN, group=group().cpu_group)
+    return bytes(drawn.tolist())
 
 
 def _size(group: Any) -> int:

@@ -245,7 +245,7 @@ class Engine:
     def assert_nothing_held(self) -> None:
         """No request is open, no page pinned or reserved, no offload pending, and hits and misses add up."""
         assert self.linker._store.open_requests() == []
-        assert self.linker._asked == {} and self.linker._queued == {} and self.linker._batches == {}
+        assert self.linker._asked == {} and self.linker._loads.requests() == set()
         assert not self.cache.linker.pending_offloads and not self.cache.linker.inflight_load_rids
         self.linker._store.flush(10.0)
         counts = self.counts

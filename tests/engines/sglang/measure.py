@@ -59,7 +59,7 @@ def scheduler(folder: Path) -> None:
         offloaded = []
         for _ in range(10):
             offloaded.append(timed(engine.linker.offload, [offload]))
-            engine.linker._offloads.popleft().result()
+            engine.linker._offloads.pop()
         found = [timed(engine.linker.lookup, f"hit{n}", lookup) for n in range(20)]
         again = [timed(engine.linker.lookup, "hit0", lookup) for _ in range(100)]
         idle = [timed(engine.linker.num_completed_offloads) for _ in range(100)]
