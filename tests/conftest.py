@@ -64,7 +64,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def stores_close_with_patience() -> Iterator[None]:
-    """A store gives its tiers half a second to close, and a directory that is still open then cannot be opened again: on
+    """A store gives its tiers half a second to close, and a directory that is open then cannot be opened again: on
     a machine that stands still for so long, or whose disk does, the next test's opening would fail."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtier.store._TIER_CLOSE_S", JOIN_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.storage_backends.nvme.device import Device
 
 CALLS = ("open", "read", "write", "append", "preallocate", "truncate", "sync", "rename", "unlink")
-HOLD_MAX_S = 60.0
+HOLD_MAX_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)

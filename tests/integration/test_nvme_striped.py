@@ -360,7 +360,7 @@ def test_closing_does_not_wait_for_the_device_that_hangs(
     wait_for(lambda: device.struck > 0, "nothing was read", PATIENCE_S)
     started = time.monotonic()
     tier.close()
-    assert time.monotonic() - started < 4.0, "closing is to take 2 s"
+    assert time.monotonic() - started < PATIENCE_S / 2, "closing is to take 2 s, and waited for the device"
     with pytest.raises(ClosedError):
         tier.length_many([key_of(0)])
     with pytest.raises(TierPathError, match="in use"):

@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from kvtier.testing.tiers import TierTests
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 
 MIB = 1 << 20
+PATIENCE_S = 60.0
+"""How long is waited for what must happen: long, since it says nothing about speed."""
 STARTED: list[CacheServer] = []
 
 
@@ -41,7 +44,7 @@ def start(folder: Path, *, host: str = "32MiB", nvme: str = "", http: bool = Fal
     if nvme:
         tiers.append({"type": "nvme", "path": str(folder / "nvme"), "capacity": nvme})
     listen = server.pop("listen", [f"unix:{folder}/k.sock", "tcp:127.0.0.1:0"])
-    block = parse_config({"tiers": tiers, "server": {"listen": listen, "drain": "2s", **server}})
+    block = parse_config({"tiers": tiers, "server": {"listen": listen, "drain": "60s", **server}})
     assert block.server is not None
     started = CacheServer(block, ServerOptions.of(block.server), HttpOptions(port=0) if http else None)
     STARTED.append(started)
@@ -92,23 +95,36 @@ def test_values_of_any_size_come_back(client: Any, nbytes: int) -> None:
     assert client.get("k") is None
 
 
-def test_set_options_and_expiry(client: Any, server: CacheServer) -> None:
+@pytest.fixture
+def later_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How much later it is for the server's values than for everybody else."""
+    later = [0.0]
+    clock = SimpleNamespace(time=lambda: time.time() + later[0], time_ns=time.time_ns)
+    monkeypatch.setattr("kvtier.server.keyspace.time", clock)
+    return later
+
+
+def test_set_options_and_expiry(client: Any, server: CacheServer, later_s: list[float]) -> None:
     assert client.set("k", b"1", nx=True) is True
     assert client.set("k", b"2", nx=True) is None
     assert client.get("k") == b"1"
     assert client.ttl("k") == -1 and client.ttl("nothing") == -2
-    assert client.set("k", b"3", ex=100) and 98 <= client.ttl("k") <= 100
-    assert client.expire("k", 50) and 48 <= client.ttl("k") <= 50
+    assert client.set("k", b"3", ex=9000) and 8000 <= client.ttl("k") <= 9000
+    assert client.expire("k", 5000) and 4000 <= client.ttl("k") <= 5000
     assert not client.expire("nothing", 50)
     assert client.set("k", b"4") and client.ttl("k") == -1
-    client.set("short", b"5", px=60)
+    client.set("short", b"5", px=1_000_000)
     assert client.get("short") == b"5"
-    time.sleep(0.08)
+    later_s[0] = 1001.0
     assert client.get("short") is None and client.exists("short") == 0
     assert client.set("short", b"6", nx=True), "an expired value does not count"
-    client.set("shorter", b"7", px=10)
-    time.sleep(0.02)
-    assert server.keyspace.sweep() == 1
+    later_s[0], before = 0.0, server.keyspace.expired
+    client.set("shorter", b"7", px=1_000_000)
+    server.keyspace.sweep()
+    assert server.keyspace.expired == before
+    later_s[0] = 1001.0
+    server.keyspace.sweep()  # as the server does by itself every second
+    wait_for(lambda: server.keyspace.expired == before + 1, "the expired value stays")
     assert client.expire("k", 0) and client.get("k") is None
 
 
@@ -261,29 +277,36 @@ def test_ten_thousand_connections_leak_nothing(server: CacheServer) -> None:
 
     before, threads = open_files(), threading.active_count()
     path = str(server.listening[0].path)
-    settled = 0
-    for turn in range(40):
-        if turn == 10:  # allocators and caches have what they keep
-            settled = rss_bytes(os.getpid())
-        sockets = []
-        for n in range(250):
-            s = socket.socket(socket.AF_UNIX)
-            s.connect(path)
-            s.sendall(
-                (b"PING\r\n", b"*2\r\n$3\r\nGET\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\nabc", b"")[n % 4]
-            )
-            sockets.append(s)
-        for s in sockets:
-            s.close()
+    made = [0]
+
+    def make(turns: int) -> None:
+        for _ in range(turns):
+            sockets = []
+            for n in range(250):
+                s = socket.socket(socket.AF_UNIX)
+                s.connect(path)
+                s.sendall(
+                    (b"PING\r\n", b"*2\r\n$3\r\nGET\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\nabc", b"")[n % 4]
+                )
+                sockets.append(s)
+            for s in sockets:
+                s.close()
+            made[0] += len(sockets)
+        wait_for(lambda: taken() == made[0] and server.stats.connections == 0, "connections stay open", 120.0)
 
     def taken() -> int:
         return server.stats.totals()["connections"] + server.stats.totals()["rejected"]
 
-    wait_for(lambda: taken() == 10_000 and server.stats.connections == 0, "connections stay open", 60.0)
+    make(10)
+    grown = []
+    while min(grown, default=MIB << 10) >= 16 * MIB and len(grown) < 4:  # allocators stop to grow, a leak does not
+        settled = rss_bytes(os.getpid())
+        make(30)
+        grown.append(rss_bytes(os.getpid()) - settled)
+    assert min(grown) < 16 * MIB, f"7500 connections cost {grown} bytes of memory, each time"
     wait_for(lambda: threading.active_count() <= threads and open_files() <= before, "threads or files stay")
     assert server.store is not None and server.store.host.usage().used_bytes == 0
     assert server.store.open_requests() == []
-    assert rss_bytes(os.getpid()) < settled + 16 * MIB, "7500 connections cost memory"
 
 
 # ---- who may do what
@@ -367,7 +390,7 @@ def test_it_refuses_to_listen_to_everybody_without_a_password(tmp_path: Path) ->
 # ---- its process
 
 
-def test_health_says_what_is_true(tmp_path: Path) -> None:
+def test_health_says_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(tmp_path, http=True, nvme="64MiB")
     assert server.http is not None
     for path in ("/livez", "/readyz"):
@@ -377,7 +400,7 @@ def test_health_says_what_is_true(tmp_path: Path) -> None:
         assert name in metrics
     assert server.store is not None
     server.store.host.close()  # the store fails underneath
-    time.sleep(1.1)
+    monkeypatch.setattr("kvtier.server.http.READY_CACHE_S", 0.0)
     with pytest.raises(urllib.error.HTTPError) as refusal:
         urllib.request.urlopen(server.http.url + "/readyz")
     assert refusal.value.code == 503
@@ -390,8 +413,8 @@ def test_values_survive_a_restart_with_their_expiry(tmp_path: Path) -> None:
     with client_of(server) as client:
         client.mset({f"k{n}": bytes([n]) * 10_000 for n in range(20)})
         client.set("k0", b"newer")
-        client.set("timed", b"x", ex=100)
-        client.expire("k1", 200)
+        client.set("timed", b"x", ex=10_000)
+        client.expire("k1", 20_000)
         client.delete("k2")
     server.stop()
     server = start(tmp_path, nvme="64MiB")
@@ -399,7 +422,7 @@ def test_values_survive_a_restart_with_their_expiry(tmp_path: Path) -> None:
         assert client.dbsize() == 20
         assert client.get("k0") == b"newer" and client.get("k2") is None
         assert client.get("k19") == bytes([19]) * 10_000
-        assert 90 < client.ttl("timed") <= 100 and 190 < client.ttl("k1") <= 200
+        assert 9000 < client.ttl("timed") <= 10_000 < 19_000 < client.ttl("k1") <= 20_000
     server.stop()
 
 
@@ -408,7 +431,7 @@ def test_an_overwritten_or_deleted_value_does_not_come_back_after_a_crash(tmp_pa
     server = start(tmp_path, nvme="64MiB")
     with client_of(server) as client:
         client.mset(dict.fromkeys(("overwritten", "deleted", "twice", "kept", "expiring"), b"old" * 1000))
-        assert server.store is not None and server.store.flush(30.0)
+        assert server.store is not None and server.store.flush(PATIENCE_S)
         with stuck(server.store.lower[0]):
             client.set("overwritten", b"new" * 1000)
             client.delete("deleted")
@@ -438,7 +461,7 @@ def stuck(tier: Any) -> Iterator[None]:
 
     def later(work: Any) -> Any:
         def wait(*arguments: Any, **options: Any) -> Any:
-            go_on.wait(60.0)
+            go_on.wait(10 * PATIENCE_S)
             return work(*arguments, **options)
 
         return wait
@@ -530,14 +553,17 @@ def test_memory_stays_bounded_and_sigterm_drains(tmp_path: Path) -> None:
         assert rss_bytes(process.pid) < capacity * 1.15 + 100 * MIB
         slow = socket.socket(socket.AF_UNIX)
         slow.connect(str(path))
-        slow.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10\r\n01234")
-        time.sleep(0.2)
+        with redis.Redis(unix_socket_path=str(path)) as client:
+            client.flushdb()
+            assert client.info("memory")["used_memory"] == 0
+            slow.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10\r\n01234")
+            wait_for(lambda: client.info("memory")["used_memory"] > 0, "the command does not begin")
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        wait_for(lambda: not path.exists(), "it goes on to listen")
         slow.sendall(b"56789\r\n")
         assert slow.recv(100) == b"+OK\r\n", "the command under way is finished"
         slow.close()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert not path.exists()
     finally:
         process.kill()
@@ -558,7 +584,7 @@ def test_a_signal_that_another_thread_gets_stops_it_as_well(tmp_path: Path, numb
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         other = next(thread for thread in sorted(threads, reverse=True) if thread != process.pid)
         assert ctypes.CDLL(None).syscall(tgkill, process.pid, other, int(number)) == 0
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert not path.exists()
     finally:
         process.kill()
@@ -581,7 +607,7 @@ def test_redis_cli_and_redis_benchmark_work_unchanged(tmp_path: Path) -> None:
             ["redis-cli", "-p", port, *arguments],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
             env=environment,
             check=True,
         )
@@ -605,7 +631,7 @@ def test_redis_cli_and_redis_benchmark_work_unchanged(tmp_path: Path) -> None:
         assert b"s3cret" not in command_line
     finally:
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stdout is not None
         process.stdout.close()
 
@@ -712,7 +738,7 @@ def test_everything_on_one_command_line(tmp_path: Path) -> None:
                 assert all(two.get(f"k{n}") == value[n:] for n in range(15)), "some of them only NVMe has"
         finally:
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
             process.stdout.close()
 
 
@@ -767,7 +793,7 @@ def test_a_configuration_file_with_tenants_and_redis_cli(tmp_path: Path, capsys:
         assert b"secret" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         process.stdout.close()
     block["tiers"].append({"type": "redis", "url": "redis://me:hunter2@somewhere:6379"})
     config.write_text(yaml.safe_dump(block))
@@ -836,17 +862,23 @@ def test_a_write_flood_leaves_gets_their_latency(tmp_path: Path) -> None:
     process, _ = run_serve(tmp_path, "--listen", f"unix:{tmp_path}/k.sock", "--host-capacity", "128MiB")
     peer = None if find_server() is None else RedisServer(tmp_path / "r", socket_path=tmp_path / "r.sock")
     try:
-        runs = [measure(tmp_path / "k.sock", MIB, 100) for _ in range(5)]
-        if median_over_idle(runs) >= 10.0:
-            assert peer is not None, runs
-            again = [(measure(tmp_path / "k.sock", MIB, 100), measure(tmp_path / "r.sock", MIB, 100)) for _ in range(5)]
-            ours, theirs = [list(one) for one in zip(*again, strict=True)]
-            assert median_over_idle(ours) < 10.0 or p99_s(ours) < 3 * p99_s(theirs), (ours, theirs)
+        tries: list[tuple[list[FloodRun], list[FloodRun]]] = []
+        while len(tries) < 4:
+            ours, theirs = [], []
+            for _ in range(5):
+                ours.append(measure(tmp_path / "k.sock", MIB, 100))
+                if tries and peer is not None:
+                    theirs.append(measure(tmp_path / "r.sock", MIB, 100))
+            tries.append((ours, theirs))
+            if median_over_idle(ours) < 10.0 or (theirs and p99_s(ours) < 3 * p99_s(theirs)):
+                break
+        else:
+            raise AssertionError(f"GETs wait for the flood: {tries}")
     finally:
         if peer is not None:
             peer.stop()
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stdout is not None
         process.stdout.close()
 
@@ -869,7 +901,7 @@ class TestAsSharedTier(TierTests):
         from kvtier.storage_backends.redis.tier import RedisTier
 
         url = f"unix://{self.server.listening[0].path}"
-        return RedisTier(RedisOptions.of(url, prefix=f"{directory.name}:", timeout_s=5.0))
+        return RedisTier(RedisOptions.of(url, prefix=f"{directory.name}:", timeout_s=PATIENCE_S))
 
     def flip_bit(self, tier, key: bytes, nbytes: int, bit: int) -> None:  # type: ignore[no-untyped-def]
         with client_of(self.server) as client:
