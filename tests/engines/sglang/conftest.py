@@ -55,16 +55,28 @@ def engine_hooks() -> Iterator[None]:
 
 
 @pytest.fixture
+def start() -> Iterator[Any]:
+    """Builds engines' caches without a model, and ends them."""
+    from .harness import Engine
+
+    yield from _engines(Engine)
+
+
+@pytest.fixture
 def start_pools() -> Iterator[Any]:
-    """Builds engines with pools of every kind, and closes them."""
+    """Builds engines with pools of every kind, and ends them."""
     from .pool_engines import PoolEngine
 
-    engines: list[PoolEngine] = []
+    yield from _engines(PoolEngine)
 
-    def build(*args: Any, **options: Any) -> PoolEngine:
-        engines.append(PoolEngine(*args, **options))
+
+def _engines(kind: Any) -> Iterator[Any]:
+    engines: list[Any] = []
+
+    def build(*args: Any, **options: Any) -> Any:
+        engines.append(kind(*args, **options))
         return engines[-1]
 
     yield build
     for engine in engines:
-        engine.close()
+        engine.end()

@@ -13,6 +13,7 @@ KVTIER_TEST_FAIL=FILE  the next load fails in its second layer after FILE was cr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -142,9 +143,12 @@ class Driver:
         return answer | {"ttft_s": first, "total_s": time.perf_counter() - start}
 
     def generate(self, requests: list[dict[str, Any]], flush_every_s: float | None = None) -> Any:
+        ended = asyncio.Event()
+
         async def flush() -> None:
-            while flush_every_s is not None:
-                await asyncio.sleep(flush_every_s)
+            while flush_every_s is not None and not ended.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), flush_every_s)
                 await self.engine.tokenizer_manager.flush_cache()  # refused while requests run
 
         async def run() -> Any:
@@ -155,7 +159,8 @@ class Driver:
                     for r in requests
                 )
             )
-            flushing.cancel()
+            ended.set()
+            await flushing  # a flush that is given up midway leaves its answer to the next one
             return answers
 
         return self.engine.loop.run_until_complete(run())

@@ -12,12 +12,15 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import IO, Any
 
 DRIVER = Path(__file__).with_name("engine_driver.py")
-START_S = 240.0  # 30 s on two idle cores
+START_S = 400.0  # 30 s on two idle cores
+PATIENCE_S = 60.0
+"""For what an idle machine does at once."""
 
 
 class EngineProcess:
@@ -35,7 +38,7 @@ class EngineProcess:
         **arguments: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_ports(ranks)
+        self.port, self._kept_ports = _keep_ports(ranks)
         self.fail_next_load = folder / "fail-next-load"
         options: dict[str, Any] = {
             "model_path": str(model),
@@ -86,7 +89,7 @@ class EngineProcess:
         self.started_s = time.monotonic() - begin
 
     def generate(
-        self, *requests: dict[str, Any], limit_s: float = 120.0, flush_every_s: float | None = None
+        self, *requests: dict[str, Any], limit_s: float = 300.0, flush_every_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Each request: rid, ids, and optionally tokens, abort_after_s, more (arguments of `generate`, and `sampling`,
         further sampling parameters)."""
@@ -100,20 +103,19 @@ class EngineProcess:
 
     def flush(self) -> bool:
         """Forget the device cache; retried while the engine is still finishing requests."""
-        for _ in range(50):
-            if self._do("flush"):
-                return True
+        give_up = time.monotonic() + PATIENCE_S
+        while not (done := bool(self._do("flush"))) and time.monotonic() < give_up:
             time.sleep(0.1)
-        return False
+        return done
 
     def storage(self, attach: dict[str, Any] | None) -> dict[str, Any]:
         """Detach storage, or attach it: success and message. Retried while the engine is winding requests up."""
-        for _ in range(100):
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
             answer: dict[str, Any] = self._do("storage", attach=attach)
-            if answer["success"] or "not idle" not in answer["message"]:
-                break
+            if answer["success"] or "not idle" not in answer["message"] or time.monotonic() > give_up:
+                return answer
             time.sleep(0.1)
-        return answer
 
     def do(self, command: str, **arguments: Any) -> Any:
         """Another method of the driver."""
@@ -125,23 +127,35 @@ class EngineProcess:
 
     def metrics(self, rank: int = 0) -> dict[str, float]:
         """Samples of a rank's /metrics by name and labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + rank}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.get("/metrics", rank).decode().splitlines()
         return {m[1]: float(m[2]) for line in lines if (m := re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)", line))}
 
-    def ready(self) -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=10) as answer:
-            ok: bool = answer.status == 200
-            return ok
+    def get(self, path: str, rank: int = 0) -> bytes:
+        """What a rank's port answers."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + rank}{path}", timeout=PATIENCE_S) as answer:
+            body: bytes = answer.read()
+            return body
 
-    def left_behind(self, limit_s: float = 10.0) -> list[str]:
+    def ready(self) -> bool:
+        """Whether the engine's tiers work; asked again where they took too long."""
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self.get("/readyz")
+                return True
+            except urllib.error.HTTPError:
+                if time.monotonic() > give_up:
+                    return False
+            time.sleep(0.5)
+
+    def left_behind(self, limit_s: float = PATIENCE_S) -> list[str]:
         """Processes of the engine's group that are still there after `limit_s`, by name."""
         give_up = time.monotonic() + limit_s
         while (running := _running_in(self._process.pid)) and time.monotonic() < give_up:
             time.sleep(0.1)
         return running
 
-    def stored(self, pages: int, tier: str = "nvme", limit_s: float = 20.0, rank: int = 0) -> None:
+    def stored(self, pages: int, tier: str = "nvme", limit_s: float = PATIENCE_S, rank: int = 0) -> None:
         """Wait until a tier holds at least `pages`."""
         give_up = time.monotonic() + limit_s
         while (have := self.metrics(rank)[f'kvtier_tier_resident_pages{{tier="{tier}"}}']) < pages:
@@ -153,21 +167,24 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()
+        assert self.left_behind() == []  # the next engine finds no directory locked
 
     def stop(self) -> None:
         """End as an engine ends that is asked to; fails if it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.wait(60)
+        code = self._process.wait(2 * PATIENCE_S)
         assert code == 0, self.log.read_text(errors="replace")[-4000:]
 
     def _reap(self) -> None:
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
+        for kept in self._kept_ports:
+            kept.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
 
-    def _do(self, command: str, limit_s: float = 120.0, **arguments: Any) -> Any:
+    def _do(self, command: str, limit_s: float = 300.0, **arguments: Any) -> Any:
         stdin: IO[str] | None = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps({"do": command, **arguments}) + "\n")
@@ -185,6 +202,12 @@ class EngineProcess:
         return answer
 
 
+def cores_of(ranks: int) -> str:
+    """For SGLANG_CPU_OMP_THREADS_BIND: one core for each rank, of those that there are."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[n % len(cores)]) for n in range(ranks))
+
+
 def _running_in(group: int) -> list[str]:
     """Processes of a group by name, without those that have ended and wait for somebody to ask."""
     names = []
@@ -197,17 +220,19 @@ def _running_in(group: int) -> list[str]:
     return names
 
 
-def _free_ports(count: int) -> int:
-    """The first of `count` adjacent ports that are free: each rank has one."""
+def _keep_ports(count: int) -> tuple[int, list[socket.socket]]:
+    """The first of `count` adjacent ports, one for each rank, and sockets that are bound to them and never listen: the
+    kernel gives such ports to nobody who asks for any, and the engine's server, with SO_REUSEADDR, may listen there."""
     for _ in range(100):
         with contextlib.ExitStack() as held:
+            kept: list[socket.socket] = []
             try:
-                first = held.enter_context(socket.socket())
-                first.bind(("127.0.0.1", 0))
-                port: int = first.getsockname()[1]
-                for n in range(1, count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + n))
+                for n in range(count):
+                    kept.append(held.enter_context(socket.socket()))
+                    kept[n].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    kept[n].bind(("127.0.0.1", kept[0].getsockname()[1] + n if n else 0))
             except (OSError, OverflowError):
                 continue
-            return port
+            held.pop_all()
+            return kept[0].getsockname()[1], kept
     raise AssertionError(f"no {count} adjacent ports are free")

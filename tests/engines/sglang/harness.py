@@ -4,6 +4,7 @@ but without a model: pages are filled with random values and compared bit for bi
 from __future__ import annotations
 
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from kvtier.connectors.sglang.arguments import translate
 from kvtier.connectors.sglang.linker import KVTierLinker
 
 RAW = {"algorithm": "quantization_for_cold_page", "quant": "none"}
+PATIENCE_S = 60.0
+"""Whatever a test waits for happens at once on an idle machine: this is for one that stalls."""
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -234,6 +237,15 @@ class Engine:
         self.cache.release_aborted_request(req.cache_request_handle)
 
     def close(self) -> None:
+        """End with everything written that lower tiers are to have: the second and a half that an ending engine gives
+        them may not do on a machine that is busy. Whoever opens their directories next finds them left."""
+        assert self.linker._store.flush(PATIENCE_S), "a lower tier did not take its pages"
+        assert self.linker._store._promotions.drain(PATIENCE_S), "pages are still on their way up"
+        self.end()
+        until(lambda: not any(t.name.startswith("kvtier-close") for t in threading.enumerate()))
+
+    def end(self) -> None:
+        """End at once, as an engine does. Safe to call twice."""
         self.cache.release_host_resources()
 
     # -- what is left -------------------------------------------------------------------------------------------
@@ -247,7 +259,7 @@ class Engine:
         assert self.linker._store.open_requests() == []
         assert self.linker._asked == {} and self.linker._loads.requests() == set()
         assert not self.cache.linker.pending_offloads and not self.cache.linker.inflight_load_rids
-        self.linker._store.flush(10.0)
+        assert self.linker._store.flush(PATIENCE_S), "a lower tier did not take its pages"
         counts = self.counts
         assert counts.lookups == sum(counts.hits.values()) + sum(counts.misses.values())
 
@@ -290,12 +302,61 @@ def same(got: Rows, want: Rows, tokens: int) -> bool:
     )
 
 
-def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
     """Poll until `condition()`; fails after `limit_s`."""
     give_up = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < give_up, "did not happen in time"
         time.sleep(0.002)
+
+
+class Gate:
+    """Holds up calls of a method until it is opened, and says that one has come. Set it on an object, or a class, with
+    pytest's monkeypatch: `Gate.of(monkeypatch, tier, "get_many_into")`. first: how many calls pass before."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._passing = first
+        self._lock = threading.Lock()
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    @staticmethod
+    def of(
+        monkeypatch: Any, owner: Any, method: str, *, first: int = 0, only: Callable[..., bool] = lambda *_, **__: True
+    ) -> Gate:
+        """only: which calls it is for, by their arguments."""
+        gate, real = Gate(first), getattr(owner, method)
+
+        def gated(*args: Any, **named: Any) -> Any:
+            if only(*args, **named):
+                gate.come()
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, method, gated)
+        return gate
+
+    def come(self) -> None:
+        with self._lock:
+            self._passing -= 1
+            if self._passing >= 0:
+                return
+        self._reached.set()
+        assert self._opened.wait(2 * PATIENCE_S), "the test never opened the gate"
+
+    def reached(self) -> None:
+        """Wait until somebody stands before it."""
+        assert self._reached.wait(PATIENCE_S), "nobody came to the gate"
+
+    def open(self) -> None:
+        self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+
+def expire(engine: Engine, rid: str) -> None:
+    """The deadline of a request that waits for pages passes now."""
+    engine.linker._asked[rid].lookup.deadline = time.monotonic()
 
 
 def key_of(tokens: Sequence[int], extra_key: str | None = None, salt: str | None = None) -> RadixKey:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LIMIT_S = 120.0
+LIMIT_S = 400.0
 """Ranks that have not ended by then have met in different places."""
 PAGE = 16
 
@@ -41,7 +41,7 @@ def run_ranks(script: Script, folder: Path, model: Path, *, tp: int = 1, pp: int
             answers.append(answer)
     finally:
         for child, pipe in children:
-            child.join(0.0 if child.exitcode is not None or len(answers) < len(children) else 20.0)
+            child.join(0.0 if child.exitcode is not None or len(answers) < len(children) else 60.0)
             child.kill()
             child.join()
             pipe.close()
@@ -114,10 +114,10 @@ class Scheduler:
         self.rows: dict[str, Any] = {}
         self._idle = SimpleNamespace(is_empty=lambda: True)
 
-    def add(self, rid: str, tokens: list[int]) -> Any:
+    def add(self, rid: str, tokens: list[int], **more: Any) -> Any:
         from kvtier.connectors.sglang import hold
 
-        req = self.engine.new_request(rid, tokens)
+        req = self.engine.new_request(rid, tokens, **more)
         hold.request_queued(None, self, req)
         self.waiting_queue.append(req)
         return req
@@ -137,7 +137,7 @@ class Scheduler:
         if batch is not None:
             self._forward(batch)
 
-    def run(self, limit_s: float = 60.0) -> None:
+    def run(self, limit_s: float = 120.0) -> None:
         give_up = time.monotonic() + limit_s
         while self.waiting_queue:
             assert time.monotonic() < give_up, f"{len(self.waiting_queue)} requests still wait"
@@ -147,7 +147,7 @@ class Scheduler:
     def settle(self) -> None:
         """Steps until every offload has been taken; with a pipeline, until verdicts were exchanged."""
         self.step()
-        give_up = time.monotonic() + 60.0
+        give_up = time.monotonic() + 120.0
         while self.engine.cache.linker.pending_offloads:
             assert time.monotonic() < give_up, "offloads were not taken"
             self.step()
@@ -168,6 +168,7 @@ class Scheduler:
                         best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req
                     )
                 )
+                req.prefix_len += loaded
             self.results[req.rid] = (device, loaded)
             self.rank.decisions.append((req.rid, device, loaded))
             batch.append(req)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from kvtier.connectors.sglang.arguments import translate
 from kvtier.connectors.sglang.hicache import KVTierStorage
 
-from .harness import RAW, Engine, config
+from .harness import PATIENCE_S, RAW, Engine, config, until
 
 LAYERS, HEADS, DIM, V_DIM = 3, 2, 32, 16
 LATENT, ROPE = 64, 16
@@ -57,6 +58,14 @@ def open_storage(
         storage.register_mem_host_pool_v2(pool, name)
     storage.on_host_pools_registered()
     return storage
+
+
+def end(storage: Any) -> None:
+    """Close a storage once its tiers have what they are to have, for whoever opens them next."""
+    assert storage._store.flush(PATIENCE_S), "a lower tier did not take its pages"
+    assert storage._store._promotions.drain(PATIENCE_S), "pages are still on their way up"
+    storage.close()
+    until(lambda: not any(t.name.startswith("kvtier-close") for t in threading.enumerate()))
 
 
 def mha_pool(
@@ -121,6 +130,6 @@ def transfer(name: Any, keys: list[str] | None, indices: torch.Tensor | None, **
 
 
 __all__ = [
-    "RAW", "Engine", "KVTierStorage", "PoolHitPolicy", "PoolName", "buffers_of", "config", "fill", "mha_pool",
-    "mla_pool", "names", "open_storage", "slots", "transfer",
+    "RAW", "Engine", "KVTierStorage", "PoolHitPolicy", "PoolName", "buffers_of", "config", "end", "fill",
+    "mha_pool", "mla_pool", "names", "open_storage", "slots", "transfer",
 ]  # fmt: skip

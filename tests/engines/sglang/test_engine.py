@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def prompt(n: int, length: int = 200) -> list[int]:
     return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1500)
 def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> None:
     """One engine and its successor, since a start costs half a minute."""
     nvme = tmp_path / "kv"
@@ -85,7 +84,7 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
         {"rid": f"many{n:03}", "ids": prompt(n % 7, 150 + n % 100), "abort_after_s": 0.03 * n if n % 3 == 0 else None}
         for n in range(200)
     ]
-    answers = engine.generate(*requests, limit_s=300.0, flush_every_s=0.2)
+    answers = engine.generate(*requests, limit_s=600.0, flush_every_s=0.2)
     done = [a for a in answers if "error" not in a and (a.get("finish") or {}).get("type") == "length"]
     assert len(done) >= 133
     assert engine.flush()
@@ -95,8 +94,7 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     misses = sum(v for k, v in metrics.items() if k.startswith("kvtier_misses_total"))
     assert metrics["kvtier_lookups_total"] == hits + misses
     assert metrics["kvtier_accounting_violations_total"] == 0
-    with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/api/status", timeout=10) as answer:
-        assert 0 < json.load(answer)["ghosts"]["lookups"] <= metrics["kvtier_lookups_total"]
+    assert 0 < json.loads(engine.get("/api/status"))["ghosts"]["lookups"] <= metrics["kvtier_lookups_total"]
     assert metrics['kvtier_errors_total{site="engine"}'] == 0
     assert engine.one("still", asked)["ids"] == cold["ids"]
 
@@ -110,7 +108,7 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     assert second.metrics()['kvtier_hits_total{tier="nvme"}'] == 12
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_default_page_size_an_orderly_end_and_new_weights(run: Any, tiny: Path, other: Path, tmp_path: Path) -> None:
     engine = run(tiny, block(tmp_path / "kv"))
     cold = engine.one("cold", prompt(2))
@@ -154,7 +152,7 @@ def flip_one_stored_bit(nvme: Path, slot: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1200)
 def test_pages_of_one_token_a_bad_page_on_disk_and_another_model(
     run: Any, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
@@ -186,7 +184,7 @@ def test_pages_of_one_token_a_bad_page_on_disk_and_another_model(
     assert metrics['kvtier_hits_total{tier="nvme"}'] == 0 and metrics['kvtier_misses_total{reason="namespace"}'] > 0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_real_model_gives_the_same_tokens_from_restored_pages(run: Any, tmp_path: Path) -> None:
     from kvtier.cli.demo_model import ensure_model
 

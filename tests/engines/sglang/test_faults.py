@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +13,6 @@ import pytest
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 TOKENS = list(range(5, 133))
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    from .harness import Engine
-
-    engines: list[Engine] = []
-
-    def build(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def stored_pages(folder: Path) -> list[Path]:
@@ -190,32 +173,37 @@ def test_flush_while_pages_are_being_copied(start: Any, tiny: Path) -> None:
 def test_a_flush_does_not_wait_for_ever_and_stores_nothing_wrong(
     start: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of eight nodes, two are copied at once; the third is being copied when the flush loses its patience."""
     from kvtier.connectors.sglang import linker
 
-    from .harness import config
+    from .harness import Gate, config
 
     engine = start(tiny, config(workers=1))
     prompts = [[i * 50 + j for j in range(48)] for i in range(8)]
     monkeypatch.setattr(linker, "_DRAIN_S", 0.2)
-    real = engine.linker._mover._encode
+    copying = Gate.of(monkeypatch, engine.linker._mover, "_encode", first=2)
+    drain, waits = engine.linker._movers.drain, []
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.15)
-        return real(*args)
+    def drained(*limit_s: float) -> Any:
+        waits.append(limit_s)
+        if not limit_s:  # it waits for what has begun only
+            copying.open()
+        return drain(*limit_s)
 
-    monkeypatch.setattr(engine.linker._mover, "_encode", slow)
+    monkeypatch.setattr(engine.linker._movers, "drain", drained)
     for i, tokens in enumerate(prompts):
         slots = engine.allocator.alloc(48)
         for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
             buffer[slots] = float(i + 1)
         engine.cache.insert(_insert(tokens, slots))
-    begin = time.monotonic()
+    copying.reached()
     engine.flush()
-    assert time.monotonic() - begin < 0.9  # all of them would take 1.2 s
-    outcomes = engine.counts.offloads
-    assert outcomes["failed"] > 0 and outcomes["stored"] > 0 and outcomes["failed"] + outcomes["stored"] == 24
+    assert waits == [(0.2,), ()]
+    outcomes = {outcome: n for outcome, n in engine.counts.offloads.items() if n}
+    assert outcomes == {"stored": 3 * 3, "failed": 5 * 3}
     for i, tokens in enumerate(prompts):
         restored = engine.admit(engine.request(f"r{i}", tokens))
+        assert restored.loaded == (48 if i < 3 else 0)
         assert all((t == float(i + 1)).all() for pair in restored.forward() for t in pair)
         assert restored.finish()
     engine.assert_nothing_held()
@@ -224,29 +212,27 @@ def test_a_flush_does_not_wait_for_ever_and_stores_nothing_wrong(
 def test_a_request_waits_for_its_pages_but_not_past_the_deadline(
     start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from .harness import config
+    from .harness import Gate, config, until
 
     first = start(tiny, config(tmp_path))
     first.compute(TOKENS)
     first.close()
 
     second = start(tiny, config(tmp_path, promote_deadline="300ms"))
-    slow = second.linker._store.lower[0]
-    real = slow.get_many_into
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(1.0)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(slow, "get_many_into", late)
+    disk = second.linker._store.lower[0]
+    real = disk.get_many_into
+    monkeypatch.setattr(disk, "get_many_into", lambda keys, outs, deadline_s: real(keys, outs))
+    slow = Gate.of(monkeypatch, disk, "get_many_into")
     req = second.request("again", TOKENS)
-    assert second.linker.waits("again")
-    begin = time.monotonic()
-    restored = second.admit(req)
-    assert 0.2 < time.monotonic() - begin < 0.9
+    lookup = second.linker._asked["again"].lookup
+    assert lookup.deadline - lookup.began == pytest.approx(0.3)
+    slow.reached()
+    restored = second.admit(req)  # which returns while the disk is still being waited for
+    assert lookup.deadline <= time.monotonic()
     assert restored.loaded == 0
     assert second.counts.misses["deadline"] == 8
-    time.sleep(1.0)  # the promotion ends behind the request's back
+    slow.open()
+    until(lambda: second.linker._store.host.usage().resident_pages == 8)  # behind the request's back
     later = second.admit(second.request("later", TOKENS))
     assert later.loaded == len(TOKENS)
     later.forward()
@@ -263,7 +249,7 @@ def test_a_device_prefix_that_is_lost_while_a_request_queues_is_waited_for(
 
     from kvtier.connectors.sglang import hold
 
-    from .harness import config, same, until
+    from .harness import Gate, config, same, until
 
     first = start(tiny, config(tmp_path))
     computed = first.compute(TOKENS)
@@ -278,20 +264,12 @@ def test_a_device_prefix_that_is_lost_while_a_request_queues_is_waited_for(
     second.cache.evict(EvictParams(num_tokens=len(half)))
     second.linker._store.host.delete_many(second.linker._namespace.page_keys(_hashes(second, half)))
 
-    go = threading.Event()
-    disk = second.linker._store.lower[0]
-    real = disk.get_many_into
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        assert go.wait(20.0)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(disk, "get_many_into", late)
+    slow = Gate.of(monkeypatch, second.linker._store.lower[0], "get_many_into")
     req.init_next_round_input(second.cache)
     assert req.prefix_len == 0 and second.linker.waits("queued")
     adder = SimpleNamespace(tree_cache=second.cache, budget_state=lambda: "next")
     assert hold.admit(lambda *_: "added", adder, req, False, None) == "next"
-    go.set()
+    slow.open()
     restored = second.admit(req)
     assert restored.loaded == len(TOKENS)
     assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
@@ -302,7 +280,7 @@ def test_a_device_prefix_that_is_lost_while_a_request_queues_is_waited_for(
 def test_what_arrives_while_a_part_is_being_loaded_is_not_called_a_hit(
     start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from .harness import config, same
+    from .harness import Gate, config, expire, same, until
 
     tokens = list(range(5, 5 + 24 * 16))
     first = start(tiny, config(tmp_path))
@@ -310,19 +288,17 @@ def test_what_arrives_while_a_part_is_being_loaded_is_not_called_a_hit(
     keys = first.linker._namespace.page_keys(_hashes(first, tokens))
     first.close()
 
-    second = start(tiny, config(tmp_path, promote_deadline="300ms"))
-    slow = second.linker._store.lower[0]
-    real = slow.get_many_into
-
-    def late(asked: Any, *args: Any, **kwargs: Any) -> Any:
-        if keys[20] in asked:
-            time.sleep(0.8)
-        return real(asked, *args, **kwargs)
-
-    monkeypatch.setattr(slow, "get_many_into", late)
-    restored = second.admit(second.request("again", tokens))
+    second = start(tiny, config(tmp_path))
+    disk = second.linker._store.lower[0]
+    slow = Gate.of(monkeypatch, disk, "get_many_into", only=lambda asked, *_: keys[20] in asked)
+    req = second.request("again", tokens)
+    until(lambda: second.linker._asked["again"].lookup.ready_pages == 16)
+    slow.reached()
+    expire(second, "again")
+    restored = second.admit(req)
     assert restored.loaded == 16 * 16
-    time.sleep(0.8)
+    slow.open()
+    until(lambda: second.linker._store.host.usage().resident_pages == 24)
     assert same(restored.forward(), computed, restored.loaded) and restored.finish()
     assert second.counts.hits == {"host": 0, "nvme": 16} and second.counts.misses["deadline"] == 8
     second.assert_nothing_held()
@@ -335,7 +311,7 @@ def test_a_request_that_waited_longer_than_its_lease_is_looked_up_anew(start: An
     computed = engine.compute(TOKENS)
     engine.flush()
     req = engine.request("patient", TOKENS)
-    time.sleep(0.05)
+    time.sleep(0.05)  # longer than the lease
     engine.linker._store._drop_expired()  # as a writer does that needs room
     assert engine.linker._store.open_requests() == []
     restored = engine.admit(req)
@@ -345,7 +321,7 @@ def test_a_request_that_waited_longer_than_its_lease_is_looked_up_anew(start: An
 
 
 def test_aborts_at_every_stage_leave_nothing_behind(start: Any, tiny: Path, tmp_path: Path) -> None:
-    from .harness import config
+    from .harness import PATIENCE_S, config
 
     first = start(tiny, config(tmp_path))
     prompts = [[i * 300 + j for j in range(64)] for i in range(6)]
@@ -367,6 +343,7 @@ def test_aborts_at_every_stage_leave_nothing_behind(start: Any, tiny: Path, tmp_
             engine.abort(req)
         assert restored.finish()
     engine.assert_nothing_held()
+    assert engine.linker._store._promotions.drain(PATIENCE_S)  # of requests that went away
     usage = engine.linker._store.host.usage()
     assert (
         usage.recovered_pages + usage.stored_pages - usage.evicted_pages - usage.deleted_pages == usage.resident_pages

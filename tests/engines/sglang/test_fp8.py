@@ -154,7 +154,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         engine.kill()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_an_engine_with_an_fp8_cache_restores_its_pages(run: Any, tiny: Path) -> None:
     """Raw pages give the same tokens; pages of the default form, beside them after a crash, are smaller and come back
     too. A page is 4 layers x K and V x 16 tokens x 2 heads x 16 values."""

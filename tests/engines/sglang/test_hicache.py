@@ -223,7 +223,7 @@ def test_a_request_that_starts_during_its_load_keeps_its_pages_until_it_ends(
 
     def slow(lookup: Any, *args: Any, **kwargs: Any) -> Any:
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         assert all(pin >= 0 for pin in lookup.pins)
         return real(lookup, *args, **kwargs)
 
@@ -237,11 +237,11 @@ def test_a_request_that_starts_during_its_load_keeps_its_pages_until_it_ends(
     with patch.object(mover, "onboard", slow):
         thread = threading.Thread(target=load, name="load")
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(60)
         storage.batch_built(["r"], lambda: set())
         assert storage._store.open_requests() == ["r"]
         go_on.set()
-        thread.join(30)
+        thread.join(60)
     assert answers == [[True, True]]
     assert add_up(storage).hits["host"] == 2
 
@@ -340,7 +340,7 @@ def test_a_new_engine_restores_from_nvme_and_bad_pages_are_recomputed(
     storage = opened(pool, block)
     want = [pool.get_data_page(n * 16).clone() for n in range(6)]
     assert storage.batch_set_v1(keys, lab.slots(range(6))) == [True] * 6
-    storage.close()
+    lab.end(storage)
 
     pool.kv_buffer.zero_()
     storage = opened(pool, block)
@@ -389,12 +389,12 @@ def test_pages_of_other_weights_salts_and_codecs_are_not_found(
     assert storage.batch_set_v1(keys[:2], lab.slots([0, 1])) == [True, True]
     storage.cache_reset()
     assert storage.batch_exists(keys) == 2  # a flush alone forgets nothing
-    storage.close()
+    lab.end(storage)
     for model, more in ((other, {}), (tiny, {"salt": "tenant"}), (tiny, {"raw": False})):
         block = {**lab.config(tmp_path / "kv", **more)}
         storage = lab.open_storage(model, block, lab.mha_pool("page_first"))
         assert storage.batch_exists(keys) == 0, more
-        storage.close()
+        lab.end(storage)
     storage = opened(None, lab.config(tmp_path / "kv"))
     assert storage.batch_exists(keys) == 3
 
@@ -404,14 +404,14 @@ def test_clearing_deletes_this_models_pages_only(lab: Any, opened: Callable[...,
     keys = lab.names(3)
     storage = opened(None, block)
     assert storage.batch_set_v1(keys, lab.slots(range(3))) == [True] * 3
-    storage.close()
+    lab.end(storage)
     salted = opened(None, {**block, "salt": "tenant"})
     assert salted.batch_set_v1(keys, lab.slots(range(3))) == [True] * 3
     assert salted.clear() is None and salted.batch_exists(keys) == 0
-    salted.close()
+    lab.end(salted)
     storage = opened(None, {**block, "salt": "tenant"})
     assert storage.batch_exists(keys) == 0
-    storage.close()
+    lab.end(storage)
     assert opened(None, block).batch_exists(keys) == 3
 
 

@@ -67,7 +67,7 @@ def test_a_page_stored_under_one_layout_is_restored_into_another(
     first = lab.mha_pool("layer_first")
     storage = opened(first, block)
     assert storage.batch_set_v1(lab.names(4), lab.slots([0, 1, 2, 3])) == [True] * 4
-    storage.close()
+    lab.end(storage)
     for layout in LAYOUTS[1:]:
         other = lab.mha_pool(layout)
         other.kv_buffer.zero_()
@@ -78,7 +78,7 @@ def test_a_page_stored_under_one_layout_is_restored_into_another(
                 for role in range(2):
                     want = first.kv_buffer[role, layer, n * 16 : (n + 1) * 16]
                     assert torch.equal(_rows(other, role, layer, 4 + n), want), (layout, n, layer, role)
-        storage.close()
+        lab.end(storage)
 
 
 def _rows(pool: Any, role: int, layer: int, page: int) -> torch.Tensor:
@@ -217,7 +217,6 @@ def test_what_a_linker_stored_is_staged(
     block = lab.config(tmp_path / "kv")
     engine = lab.Engine(tiny, block, page=16)
     rows = engine.compute(list(range(64)))
-    engine.linker._store.flush(10.0)
     stored = [meta.origin.hex() for _, meta in engine.linker._store.host.scan()]
     engine.close()
     assert len(stored) == 4

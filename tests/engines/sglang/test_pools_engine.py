@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         engine.kill()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["latent", "windowed"])
 def test_tokens_are_the_same_from_what_was_stored(run: Any, tmp_path: Path, kind: str) -> None:
     """A prompt of 200 tokens, in chunks of 64 of which a window leaves the device, and a second turn behind it."""

@@ -69,7 +69,7 @@ def latent(rank: Rank) -> Any:
     return restore(rank, "mla", 16, {"kv": 7})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("script", "pages"), [(window, 2 * PAGES - 1), (state, PAGES), (latent, 7)], ids=["window", "state", "latent"]
 )

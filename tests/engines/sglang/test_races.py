@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +14,6 @@ import pytest
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 TOKENS = list(range(5, 133))
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    from .harness import Engine
-
-    engines: list[Engine] = []
-
-    def build(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def queue_load(engine: Any, req: Any) -> Any:
@@ -42,6 +27,17 @@ def queue_load(engine: Any, req: Any) -> Any:
         InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req)
     )
     return engine.cache.linker.private_load_indices[req.rid] if loaded else None
+
+
+def when_drained(monkeypatch: pytest.MonkeyPatch, engine: Any, then: Callable[[], None]) -> None:
+    """Call `then` when the engine begins to wait for copies."""
+    real = engine.linker._movers.drain
+
+    def drain(*limit_s: float) -> Any:
+        then()
+        return real(*limit_s)
+
+    monkeypatch.setattr(engine.linker._movers, "drain", drain)
 
 
 def test_two_requests_load_the_same_prefix_at_once(start: Any, tiny: Path) -> None:
@@ -124,16 +120,15 @@ def test_pages_computed_between_an_update_of_the_weights_and_the_flush_are_not_f
 
 
 def test_close_does_not_wait_for_what_hangs(start: Any, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from .harness import config
+    from .harness import PATIENCE_S, Gate, config
 
     engine = start(tiny, config(tmp_path))
     engine.compute(TOKENS)
-    engine.linker._store.flush(5.0)
+    assert engine.linker._store.flush(PATIENCE_S)
     engine.flush()
-    hangs = threading.Event()
-    monkeypatch.setattr(engine.linker._mover, "_encode", lambda *_: hangs.wait(20))
-    monkeypatch.setattr(engine.linker._mover, "_decode", lambda *_: hangs.wait(20))
-    monkeypatch.setattr(engine.linker._store.lower[0], "put_many", lambda *_: hangs.wait(20))
+    hangs = {method: Gate() for method in ("_encode", "_decode")}
+    for method, hang in hangs.items():  # which never does anything: the memory is gone by then
+        monkeypatch.setattr(engine.linker._mover, method, lambda *_, hang=hang: hang.come())
     queue_load(engine, engine.request("loads", TOKENS))
     engine.cache.ready_to_load_host_cache()
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -142,36 +137,31 @@ def test_close_does_not_wait_for_what_hangs(start: Any, tiny: Path, tmp_path: Pa
 
     slots = engine.allocator.alloc(64)
     engine.cache.insert(InsertParams(key=key_of(range(300, 364)), value=slots))
+    for hang in hangs.values():
+        hang.reached()
     begin = time.monotonic()
-    engine.close()
+    engine.end()
     took = time.monotonic() - begin
-    hangs.set()
-    assert took < 2.0 + 0.5  # a busy machine
+    for hang in hangs.values():
+        hang.open()
+    assert took < PATIENCE_S / 2  # two seconds, but for a busy machine
 
 
 def test_a_flush_while_pages_are_on_their_way_up(start: Any, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from .harness import config, same
+    from .harness import Gate, config, same
 
     first = start(tiny, config(tmp_path))
     computed = first.compute(TOKENS)
     first.close()
     engine = start(tiny, config(tmp_path))
-    tier = engine.linker._store.lower[0]
-    real, go = tier.get_many_into, threading.Event()
-
-    def gated(*args: Any, **kwargs: Any) -> Any:
-        go.wait(10)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(tier, "get_many_into", gated)
+    slow = Gate.of(monkeypatch, engine.linker._store.lower[0], "get_many_into")
     engine.request("held", TOKENS)
     assert engine.linker.waits("held")
-    begin = time.monotonic()
-    engine.flush()
-    assert time.monotonic() - begin < 1.0  # the disk is not waited for: it writes to host memory, not to the device
+    slow.reached()
+    engine.flush()  # returns: the disk is not waited for, which writes to host memory and not to the device
     assert not engine.linker.waits("held")
     engine.assert_nothing_held()
-    go.set()
+    slow.open()
     restored = engine.admit(engine.request("again", TOKENS))
     assert restored.loaded == len(TOKENS) and same(restored.forward(), computed, len(TOKENS)) and restored.finish()
     engine.assert_nothing_held()
@@ -229,30 +219,24 @@ def test_results_of_offloads_keep_their_order_across_a_flush(start: Any, tiny: P
     """A result that outlived its flush would be taken for the next node's, which is then freed while it is copied."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-    from .harness import config, key_of
+    from .harness import Gate, config, key_of
 
     engine = start(tiny, config(workers=1))
-    real, go = engine.linker._mover._encode, threading.Event()
-
-    def gated(*args: Any) -> Any:
-        go.wait(10)
-        return real(*args)
-
     engine.compute(TOKENS)
     engine.flush()
-    monkeypatch.setattr(engine.linker._mover, "_encode", gated)
+    copying = Gate.of(monkeypatch, engine.linker._mover, "_encode")
     engine.cache.insert(InsertParams(key=key_of(range(200, 248)), value=engine.allocator.alloc(48)))
     assert engine.linker.num_completed_offloads() == 0
     engine.cache.check_hicache_events()
     assert len(engine.cache.linker.pending_offloads) == 1
-    threading.Timer(0.2, go.set).start()
+    when_drained(monkeypatch, engine, copying.open)
     engine.flush()
     assert engine.linker.num_completed_offloads() == 0 and engine.cache.linker.pending_offloads == []
-    go.clear()
+    copying = Gate.of(monkeypatch, engine.linker._mover, "_encode")
     engine.cache.insert(InsertParams(key=key_of(range(300, 348)), value=engine.allocator.alloc(48)))
     engine.cache.check_hicache_events()
     assert len(engine.cache.linker.pending_offloads) == 1
-    go.set()
+    copying.open()
     engine.offloaded()
     engine.assert_nothing_held()
 
@@ -279,19 +263,12 @@ def test_the_forward_goes_on_layer_by_layer_while_later_layers_are_decoded(
 ) -> None:
     from kvtier.connectors.sglang.loads import BatchLoad
 
-    from .harness import config, same
+    from .harness import PATIENCE_S, Gate, config, same
 
     engine = start(tiny, config())
     computed = engine.compute(TOKENS)
     engine.flush()
-    real, go = BatchLoad.layer_done, threading.Event()
-
-    def gated(self: BatchLoad, layer: int) -> None:
-        if layer == 1:
-            go.wait(10)
-        real(self, layer)
-
-    monkeypatch.setattr(BatchLoad, "layer_done", gated)
+    second = Gate.of(monkeypatch, BatchLoad, "layer_done", only=lambda _, layer: layer == 1)
     restored = engine.admit(engine.request("again", TOKENS))
     engine.cache.linker.layer_done_counter.set_consumer(restored.index)
     first = engine.pool.get_key_buffer(0)[restored.slots]  # returns although layer 1 is not there
@@ -299,31 +276,27 @@ def test_the_forward_goes_on_layer_by_layer_while_later_layers_are_decoded(
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive() and first.equal(computed[0][0])
-    go.set()
-    waiting.join(10)
+    second.open()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
     assert same(restored.forward(), computed, len(TOKENS)) and restored.finish()
 
 
 def test_pages_are_not_read_before_the_events_that_say_they_are_written(start: Any, tiny: Path) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-    from .harness import config, key_of
+    from .harness import Gate, config, key_of
 
     engine = start(tiny, config())
-    written = threading.Event()
-
-    class Written:
-        def synchronize(self) -> None:
-            written.wait(10)
-
-    engine.linker.record_offload_ready = lambda: [Written()]
+    forward = Gate()
+    engine.linker.record_offload_ready = lambda: [SimpleNamespace(synchronize=forward.come)]
     slots = engine.allocator.alloc(48)
     engine.cache.insert(InsertParams(key=key_of(TOKENS[:48]), value=slots))
-    time.sleep(0.1)
+    forward.reached()
     assert engine.linker.num_completed_offloads() == 0
     for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):  # the forward that was under way
         buffer[slots] = 3.0
-    written.set()
+    forward.open()
     engine.offloaded()
     engine.flush()
     restored = engine.admit(engine.request("again", TOKENS[:48]))
@@ -342,24 +315,19 @@ def test_memory_is_given_back_after_copies_have_ended(start: Any, tiny: Path, mo
 
     from kvtier.connectors.sglang import hold
 
-    from .harness import config, key_of
+    from .harness import Gate, config, key_of
 
     engine = start(tiny, config(workers=1))
     updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=engine.cache))
-    real, go = engine.linker._mover._encode, threading.Event()
-
-    def gated(*args: Any) -> Any:
-        go.wait(20)
-        return real(*args)
-
-    monkeypatch.setattr(engine.linker._mover, "_encode", gated)
+    copying = Gate.of(monkeypatch, engine.linker._mover, "_encode")
     slots = engine.allocator.alloc(64)
     for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
         buffer[slots] = 4.0
     engine.cache.insert(InsertParams(key=key_of(TOKENS[:64]), value=slots))
-    threading.Timer(0.2, go.set).start()
+    copying.reached()
+    when_drained(monkeypatch, engine, copying.open)
     hold.memory_released(updater, ReleaseMemoryOccupationReqInput())
-    assert go.is_set() and engine.linker.num_completed_offloads() == 1
+    assert copying.is_open and engine.linker.num_completed_offloads() == 1
     engine.flush()  # the memory is overwritten
     restored = engine.admit(engine.request("after", TOKENS[:64]))
     assert restored.loaded == 64 and all((t == 4.0).all() for pair in restored.forward() for t in pair)

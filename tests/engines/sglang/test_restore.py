@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.usefixtures("engine_hooks")
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    """Builds engines and closes them."""
-    from .harness import Engine
-
-    engines: list[Engine] = []
-
-    def build(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 @pytest.mark.parametrize("hnd", [False, True], ids=["nhd", "hnd"])

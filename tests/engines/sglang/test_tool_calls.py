@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,12 @@ import pytest
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 TOKENS = list(range(5, 133))
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    from .harness import Engine
-
-    engines: list[Engine] = []
-
-    def build(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
+PATIENCE_S = 60.0
+"""For answers over HTTP: a machine may stall."""
 
 
 def post(engine: Any, body: bytes, **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", engine.linker._http.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", engine.linker._http.port, timeout=PATIENCE_S)
     try:
         connection.request("POST", "/tool-call", body, {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
@@ -70,7 +56,7 @@ def test_an_announced_turn_finds_its_pages_in_host_memory(start: Any, tiny: Path
     first.close()
 
     engine = start(tiny, block(tmp_path))
-    tools = ToolCalls(engine.linker._http.url)
+    tools = ToolCalls(engine.linker._http.url, timeout_s=PATIENCE_S)
     with pytest.raises(KeyError, match="token_ids"):
         tools.on_tool_call_end("r")
     found = tools.on_tool_call_end(token_ids=[*TOKENS, 7, 7])
@@ -98,7 +84,7 @@ def test_a_request_that_ended_is_named_by_its_id(start: Any, tiny: Path) -> None
     engine = start(tiny, block())
     engine.compute(TOKENS, extra_key="k", salt="s")
     ended(engine, "turn", TOKENS, extra_key="k", salt="s")
-    tools = ToolCalls(engine.linker._http.url)
+    tools = ToolCalls(engine.linker._http.url, timeout_s=PATIENCE_S)
     found = tools.on_tool_call_begin("turn")
     assert (found.pages, found.host) == (8, 8)
     assert tools.on_tool_call_end("turn").host == 8
@@ -120,7 +106,7 @@ def test_pages_that_are_written_back_go_down_when_the_tool_begins(start: Any, ti
     below = engine.linker._store.lower[0]
     assert below.usage().resident_pages == 0
     ended(engine, "turn", TOKENS)
-    ToolCalls(engine.linker._http.url).on_tool_call_begin("turn")
+    ToolCalls(engine.linker._http.url, timeout_s=PATIENCE_S).on_tool_call_begin("turn")
     until(lambda: below.usage().resident_pages == 8)
 
 
@@ -129,7 +115,7 @@ def test_pages_for_a_turn_that_never_comes_make_room_again(start: Any, tiny: Pat
 
     engine = start(tiny, block(lease="50ms"))
     engine.compute(TOKENS)
-    tools = ToolCalls(engine.linker._http.url)
+    tools = ToolCalls(engine.linker._http.url, timeout_s=PATIENCE_S)
     tools.on_tool_call_end(token_ids=TOKENS)
     assert len(engine.linker._store.open_requests()) == 1 and engine.linker._open_requests() == 0
     _let_go(engine)
@@ -177,9 +163,9 @@ def test_the_port_takes_hints_of_those_only_who_may_send_them(
     from kvtier.connectors.sglang.tool_calls import ToolCalls
 
     url = engine.linker._http.url
-    assert ToolCalls(url, token="secret").on_tool_call_end(token_ids=TOKENS).pages == 8
+    assert ToolCalls(url, token="secret", timeout_s=PATIENCE_S).on_tool_call_end(token_ids=TOKENS).pages == 8
     with pytest.raises(OSError, match="401"):
-        ToolCalls(url).on_tool_call_end(token_ids=TOKENS)
+        ToolCalls(url, timeout_s=PATIENCE_S).on_tool_call_end(token_ids=TOKENS)
     engine.close()
     monkeypatch.delenv("KVTIER_HTTP_TOKEN")
     engine = start(tiny, block())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .engine_process import EngineProcess
+from .engine_process import EngineProcess, cores_of
 from .masked_reference import MaskedReference, statistics
 
 BUDGET, BETA = 24, 8
@@ -89,7 +89,7 @@ def assert_idle(engine: EngineProcess) -> None:
     assert metrics['kvtier_errors_total{site="engine"}'] == 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_single_tokens_as_pages_and_nothing_changes_below_the_budget(run: Any, tiny: Path, tmp_path: Path) -> None:
     def short(engine: EngineProcess) -> list[dict[str, Any]]:
         """One by one: side by side, the last bits of a matrix product depend on who shares the batch."""
@@ -124,7 +124,7 @@ def test_single_tokens_as_pages_and_nothing_changes_below_the_budget(run: Any, t
     assert_idle(engine)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_pages_of_64_tokens(run: Any, tiny: Path, tmp_path: Path) -> None:
     """A kept set per KV head, the same in all layers; prompts in chunks."""
     engine = run(
@@ -136,7 +136,7 @@ def test_pages_of_64_tokens(run: Any, tiny: Path, tmp_path: Path) -> None:
     assert engine.left_behind() == []
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_beside_cold_pages_and_two_hundred_random_requests(run: Any, tiny: Path, tmp_path: Path) -> None:
     """Both plugins from one file, pages of 16 tokens, a kept set of its own per layer and head; a pool so small that
     requests are retracted."""
@@ -186,7 +186,7 @@ def test_beside_cold_pages_and_two_hundred_random_requests(run: Any, tiny: Path,
         }
         for n in range(200)
     ]
-    answers = engine.generate(*requests, limit_s=400.0)
+    answers = engine.generate(*requests, limit_s=900.0)
     stayed = [(a, r) for n, (a, r) in enumerate(zip(answers, requests, strict=True)) if n % 4]
     assert [a for a, _ in stayed if "error" in a or a["finish"]["type"] not in ("length", "stop")] == []
     assert [a for a, r in stayed if a["finish"]["type"] == "length" and len(a["ids"]) != r["tokens"]] == []
@@ -202,10 +202,10 @@ def test_beside_cold_pages_and_two_hundred_random_requests(run: Any, tiny: Path,
     assert "leak" not in engine.log.read_text(errors="replace").lower()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_two_ranks_keep_the_same_rows(run: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor parallelism over gloo, one KV head on each rank: `union` needs the best score over both."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", cores_of(2))
     engine = run(tiny, None, page_size=16, methods=[method(tmp_path)], tp_size=2)
     assert_as_reference(engine, tiny, "union", ranks=2)
     assert_idle(engine)
