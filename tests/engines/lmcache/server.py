@@ -12,8 +12,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing.redis_servers import free_port
+from kvtier.testing.redis_servers import kept_port
 
+PATIENCE_S = 60.0
+"""For what an idle machine does at once."""
 LMCACHE = [sys.executable, "-m", "lmcache.cli.main"]
 
 
@@ -21,7 +23,7 @@ class LMCacheServer:
     """``lmcache server`` with one adapter; its own /metrics are kvtier's. `arguments`: further ones of the command."""
 
     def __init__(self, folder: Path, params: dict[str, Any], *arguments: str) -> None:
-        self.rpc, self.http, self.metrics_port = free_port(), free_port(), free_port()
+        self.rpc, self.http, self.metrics_port = kept_port(), kept_port(), kept_port()
         spec = {
             "type": "plugin",
             "module_path": "kvtier.connectors.lmcache",
@@ -38,7 +40,7 @@ class LMCacheServer:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self._ready()
 
-    def _ready(self, limit_s: float = 120.0) -> None:
+    def _ready(self, limit_s: float = 240.0) -> None:
         give_up = time.monotonic() + limit_s
         while True:
             assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
@@ -50,18 +52,25 @@ class LMCacheServer:
                 time.sleep(0.2)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}{path}", timeout=PATIENCE_S) as answer:
             return json.loads(answer.read())
 
     def clear_l1(self) -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{self.http}/cache/clear", method="POST", data=b"")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             assert json.loads(answer.read())["cleared"] == {"tier": "l1"}
 
     def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         return {m[1]: float(m[2]) for line in lines if (m := re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)", line))}
+
+    def stored(self, pages: int, tier: str) -> None:
+        """Wait until a tier of kvtier's holds so many pages: LMCache stores behind its clients' backs."""
+        give_up = time.monotonic() + PATIENCE_S
+        while (have := self.metrics().get(f'kvtier_tier_resident_pages{{tier="{tier}"}}', 0)) < pages:
+            assert time.monotonic() < give_up, f"{have} of {pages} pages in {tier}"
+            time.sleep(0.05)
 
     def bench(self) -> tuple[list[str], set[str]]:
         """``lmcache bench server`` over four requests of 8 chunks: its cold lookups, and checksums of what it has."""
@@ -71,7 +80,7 @@ class LMCacheServer:
             "--rpc-url", f"tcp://127.0.0.1:{self.rpc}", "--url", f"http://127.0.0.1:{self.http}",
             "--num-tokens", "512", "--kvcache-shape-spec", shape, "--start", "0", "--end", "4",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.findall(r"/cold\] LOOKUP: (\d+/\d+) chunks hit", done.stdout)
         return found, set(re.findall(r"CHECKSUM: (\w+)", done.stdout))
@@ -80,7 +89,7 @@ class LMCacheServer:
         if self.process.poll() is None:
             self.process.send_signal(how)
             try:
-                self.process.wait(30)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(PATIENCE_S)

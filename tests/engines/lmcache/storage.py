@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.storage_manager import StorageManager
 
+PATIENCE_S = 60.0
+"""Whatever a test waits for happens at once on an idle machine: this is for one that stalls."""
 BF16, U8 = torch.bfloat16, torch.uint8
 
 
@@ -63,6 +66,7 @@ class Storage:
                 l2_adapter_config=adapters,
             )
         )
+        self._written = _Written(self.manager)
 
     def put(self, asked: Sequence[ObjectKey], desc: MemoryLayoutDesc, seed: int = 0) -> list[list[torch.Tensor]]:
         """Write random chunks into L1; they are stored in the background. Returns what was written."""
@@ -85,19 +89,13 @@ class Storage:
         return written
 
     def stored(self) -> None:
-        """Wait until the store controllers have nothing to do."""
+        """Wait until the store controllers have taken everything that was written, and every store has ended."""
 
         def idle() -> bool:
             reports = [c.report_status() for c in self.manager._store_controllers.values()]
-            return all(r["pending_keys_count"] == 0 and r["in_flight_task_count"] == 0 for r in reports)
+            return self._written.all_taken and all(r["in_flight_task_count"] == 0 for r in reports)
 
-        quiet = time.monotonic()
-        give_up = quiet + 60.0
-        while time.monotonic() - quiet < 0.5:  # keys wait in a listener before a controller counts them
-            if not idle():
-                quiet = time.monotonic()
-            assert quiet < give_up, "chunks were not stored in time"
-            time.sleep(0.01)
+        until(idle)
 
     def forget(self) -> None:
         """Drop everything in L1."""
@@ -116,7 +114,7 @@ class Storage:
             for asked, desc in rows
         ]
         handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(key_groups=groups))
-        assert self.manager.wait_prefetch_status(handle, 60), "the prefetch did not end"
+        assert self.manager.wait_prefetch_status(handle, 2 * PATIENCE_S), "the prefetch did not end"
         result = self.manager.query_prefetch_status(handle)
         answer = []
         for (asked, desc), cells in zip(rows, result.hit_cells, strict=True):
@@ -136,12 +134,51 @@ class Storage:
         return next(iter(self.manager._l2_adapters.values()))
 
     def close(self) -> None:
+        """End with everything written that kvtier's lower tiers are to have, for whoever opens them next."""
         if not self._closed:
             self._closed = True
+            stores = [a._chunks.store for a in self.manager._l2_adapters.values() if hasattr(a, "_chunks")]
+            written = [store.flush(PATIENCE_S) and store._promotions.drain(PATIENCE_S) for store in stores]
             self.manager.close()
+            assert all(written), "a lower tier did not take its pages"
+            until(lambda: not any(t.name.startswith("kvtier-close") for t in threading.enumerate()))
 
 
-def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+class _Written:
+    """Counts keys from when they are in L1 until their stores have begun: between the two, a controller has some that
+    are in none of its own counts."""
+
+    def __init__(self, manager: StorageManager) -> None:
+        self._lock = threading.Lock()
+        self._left = 0
+        for controller in manager._store_controllers.values():
+            listener = controller._listener
+            listener.on_l1_keys_write_finished = self._counted(listener.on_l1_keys_write_finished, 1)
+            controller._process_new_keys = self._counted(controller._process_new_keys, -1)
+
+    def _counted(self, real: Callable[[list[ObjectKey]], None], change: int) -> Callable[[list[ObjectKey]], None]:
+        def counted(keys: list[ObjectKey]) -> None:
+            if change > 0:
+                self._add(len(keys))
+            try:
+                real(keys)
+            finally:
+                if change < 0:
+                    self._add(-len(keys))
+
+        return counted
+
+    def _add(self, keys: int) -> None:
+        with self._lock:
+            self._left += keys
+
+    @property
+    def all_taken(self) -> bool:
+        with self._lock:
+            return self._left == 0
+
+
+def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
     """Poll until `condition()`; fails after `limit_s`."""
     give_up = time.monotonic() + limit_s
     while not condition():

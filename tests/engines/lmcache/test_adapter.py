@@ -99,18 +99,18 @@ def test_a_tier_that_hangs_costs_its_deadline_and_no_other_task(
     driver = drive(tiers=tiers, promote_deadline="500ms")
     store = driver.adapter._chunks.store
     driver.store(keys(4), driver.objects(4, fill=1))
-    assert store.flush(20.0)
+    assert store.flush(60.0)
     driver.store(keys(10, base=50), driver.objects(10, fill=20))  # pushes the first ones out of host memory
-    assert store.flush(20.0)
+    assert store.flush(60.0)
     until(lambda: not any(store.host.contains_many(driver.adapter._chunks.keys_of(_layout(driver), _hashes(keys(4))))))
 
     go = threading.Event()
     disk = store.lower[0]
     real = disk.get_many_into
-    monkeypatch.setattr(disk, "get_many_into", lambda *a, **k: (go.wait(30.0), real(*a, **k))[1])
+    monkeypatch.setattr(disk, "get_many_into", lambda *a, **k: (go.wait(120.0), real(*a, **k))[1])
     begin = time.monotonic()
     assert driver.lookup(keys(4)) == []
-    assert 0.3 < time.monotonic() - begin < 10.0
+    assert 0.3 < time.monotonic() - begin < 60.0
     assert driver.lookup(keys(10, base=50)[5:]) == [0, 1, 2, 3, 4], "chunks in host memory are served meanwhile"
     go.set()
     until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
@@ -143,7 +143,6 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
     failures: list[BaseException] = []
     lock = threading.Lock()  # one controller waits for one descriptor
     universe = keys(60)
-    tasks: dict[int, tuple[list[Any], list[Any]]] = {}
 
     def storing() -> None:
         draw = random.Random(1)
@@ -178,8 +177,8 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120.0)
-    assert not failures and not tasks
+        thread.join(240.0)
+    assert not failures and not any(thread.is_alive() for thread in threads)
     status = driver.adapter.report_status()
     assert status["open_lookups"] == 0 and len(driver.adapter._leases) == 0
     assert status["lookups"] == sum(status["hits"].values()) + sum(status["misses"].values()) > 0

@@ -26,7 +26,7 @@ def test_pages_of_many_chunks_while_they_change() -> None:
     catalogue = Catalogue(stored, removed)
     draw = random.Random(0)
     all_keys = [draw.randbytes(16) for _ in range(100_000)]
-    begin = time.monotonic()
+    begin = time.process_time()
     assert all(catalogue.add((key, Known(key, 5)) for key in all_keys))
     gone = set(all_keys[::3])
     seen: list[bytes] = []
@@ -37,7 +37,7 @@ def test_pages_of_many_chunks_while_they_change() -> None:
         catalogue.remove(all_keys[3 * n : 3 * n + 1])  # the list changes all the time
         catalogue.add([(b"\0" + n.to_bytes(4, "big"), Known(b"x", 1))])
         n += 1
-    assert time.monotonic() - begin < 20.0, "about 1 s on an idle machine"
+    assert time.process_time() - begin < 20.0, "about 1 s"
     assert seen == sorted(set(seen)) and set(seen) >= set(all_keys) - gone
     assert catalogue.stored_under([b"x"]) == {b"\0" + i.to_bytes(4, "big") for i in range(n)}
     catalogue.remove(list(gone))
@@ -89,7 +89,7 @@ def test_what_is_listed_is_what_two_tiers_hold(drive: Any, tmp_path: Path) -> No
     from .storage import keys, until
 
     tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "3MiB"}]
-    driver = drive(tiers=tiers, promote_deadline="30s")
+    driver = drive(tiers=tiers, promote_deadline="60s")
     adapter, store = driver.adapter, driver.adapter._chunks.store
     draw = random.Random(3)
     universe = keys(30) + keys(30, salt="tenant")
@@ -101,7 +101,7 @@ def test_what_is_listed_is_what_two_tiers_hold(drive: Any, tmp_path: Path) -> No
         driver.load([asked[i] for i in found], driver.objects(len(found)))
         if draw.random() < 0.2:
             adapter.delete([universe[draw.randrange(60)]])
-    assert store.flush(30.0)
+    assert store.flush(60.0)
 
     def right() -> bool:
         listed = dict(adapter._chunks.known())

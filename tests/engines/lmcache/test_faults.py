@@ -32,7 +32,7 @@ def kvtier(folder: Path | None = None, **params: Any) -> dict[str, Any]:
 def only_on_disk(manager: Any) -> None:
     """Everything out of L1 and out of kvtier's host memory."""
     store = manager.adapter._chunks.store
-    assert store.flush(30.0)
+    assert store.flush(60.0)
     manager.forget()
     manager.adapter._chunks.store.host.delete_many([key for key, _ in manager.adapter._chunks.known()])
 
@@ -71,10 +71,10 @@ def test_a_tier_that_hangs_is_a_miss_after_the_deadline_and_blocks_no_other_adap
     only_on_disk(manager)
     go, disk = threading.Event(), manager.adapter._chunks.store.lower[0]
     real = getattr(disk, where)
-    monkeypatch.setattr(disk, where, lambda *a, **k: (go.wait(60.0), real(*a, **k))[1])
+    monkeypatch.setattr(disk, where, lambda *a, **k: (go.wait(120.0), real(*a, **k))[1])
     begin = time.monotonic()
     found = manager.get(storage.keys(8), storage.VLLM)
-    assert time.monotonic() - begin < 20.0
+    assert time.monotonic() - begin < 60.0  # half a second, but for a busy machine
     go.set()
     assert sorted(found) == list(range(8)) and all(equal(found[i], written[i]) for i in found)
 
@@ -199,7 +199,7 @@ def test_a_host_tier_smaller_than_one_chunk_and_a_disk_that_is_full(
         written = other.put(storage.keys(4), storage.VLLM)
         other.forget()
         found = other.get(storage.keys(4), storage.VLLM)
-        assert other.adapter._chunks.store.flush(30.0)
+        assert other.adapter._chunks.store.flush(60.0)
     assert sorted(found) == [0, 1, 2, 3] and all(equal(found[i], written[i]) for i in found)
     assert other.adapter._chunks.store.lower[0].usage().resident_pages == 0, "nothing was written"
 
@@ -215,7 +215,7 @@ def test_a_redis_that_is_frozen_or_killed_costs_its_deadline_and_nothing_in_host
         tiers = [{"type": "host", "capacity": "16MiB"}, {"type": "redis", "url": f"redis://127.0.0.1:{server.port}"}]
         manager = start(kvtier(tiers=tiers, promote_deadline="500ms"))
         written = manager.put(storage.keys(4), storage.VLLM)
-        assert manager.adapter._chunks.store.flush(30.0)
+        assert manager.adapter._chunks.store.flush(60.0)
         for end in (server.freeze, server.stop):
             end()
             manager.adapter.submit_lookup_and_lock_task(storage.keys(3, base=900), {0: storage.VLLM})
@@ -224,7 +224,7 @@ def test_a_redis_that_is_frozen_or_killed_costs_its_deadline_and_nothing_in_host
             found = manager.get(storage.keys(4), storage.VLLM)
             assert sorted(found) == [0, 1, 2, 3] and all(equal(found[i], written[i]) for i in found)
             assert manager.get(storage.keys(3, base=500), storage.VLLM) == {}
-            assert time.monotonic() - begin < 20.0
+            assert time.monotonic() - begin < 60.0  # some seconds, but for a busy machine
             storage.until(lambda: manager.adapter.report_status()["open_lookups"] == 0)
         manager.put(storage.keys(2, base=700), storage.VLLM)
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def finished(pop: Any, task: int) -> Any:
@@ -50,7 +50,7 @@ class Slow:
 def test_close_waits_for_what_has_begun_and_drops_what_has_not(
     drive: Any, monkeypatch: pytest.MonkeyPatch, method: str, kind: str
 ) -> None:
-    from .storage import keys
+    from .storage import keys, until
 
     driver = drive()
     adapter = driver.adapter
@@ -65,7 +65,8 @@ def test_close_waits_for_what_has_begun_and_drops_what_has_not(
     assert slow.begun.wait(LIMIT_S)
     closing = threading.Thread(target=adapter.close)
     closing.start()
-    closing.join(0.3)
+    until(lambda: adapter._chunks._gate._shut)
+    closing.join(0.1)
     assert closing.is_alive(), "a job is in LMCache's memory"
     slow.go.set()
     closing.join(LIMIT_S)
@@ -100,7 +101,7 @@ def test_close_ends_a_wait_for_room_and_every_open_lookup(drive: Any, tmp_path: 
     stores = [adapter.submit_store_task(keys(1, base=100 + i), driver.objects(1, fill=1)) for i in range(5)]
     begin = time.monotonic()
     adapter.close()
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < 30.0  # at once, but for a busy machine; room is waited for twice as long
     results = adapter.pop_completed_store_tasks()
     assert sorted(results) == stores and not any(r.is_successful() for r in results.values())
 

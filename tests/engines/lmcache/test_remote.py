@@ -61,7 +61,7 @@ class Engine:
         self.connector = CreateConnector(url, self.loop, self.memory, settings, self.metadata, plugin_name="kvtier")
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120.0)
 
     def key(self, n: int) -> Any:
         import torch
@@ -87,12 +87,14 @@ class Engine:
         if self.loop.is_closed():
             return
         if connector:
+            store = self.connector.getWrappedConnector()._chunks.store
+            assert store.flush(60.0), "a lower tier did not take its pages"
             self.run(self.connector.close())
         self.run(self._end_tasks())
         self.memory.close()
         self.run(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10.0)
+        self.thread.join(60.0)
         self.loop.close()
 
     async def _end_tasks(self) -> None:
