@@ -44,7 +44,7 @@ def test_waiting_requests_cost_less_than_a_millisecond_per_step(
     start: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
     """All of them wait for 64 pages of a tier that does not answer. SGLang's own matching and hashing of a first lookup
-    is not counted. A quarter of the steps, of time on a core, must keep to five times what is promised: machines differ,
+    is not counted. A quarter of the steps, of time on a core, must keep to five times the promise: machines differ,
     and what else runs on one only slows. Looking all 200 up in each step would cost thirty times of it."""
     from kvtier.connectors.sglang import hold
 
