@@ -42,7 +42,7 @@ lint: ## Check style and formatting
 	@$(call in,test); "$$python" -m ruff check; "$$python" -m ruff format --check
 
 types: ## Check types
-	@$(call in,test); "$$python" -m mypy; "$$python" -m mypy tests tools
+	@$(call in,test); "$$python" -m mypy; "$$python" -m mypy tests tools examples
 
 package-check: ## Build sdist and wheel, compare them, and import from an empty environment
 	@$(call in,test); "$$python" tools/package_check.py

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -52,17 +51,17 @@ class ApiModule(SphinxDirective):
     """``{api} kvtier.abc.tier`` describes a module, ``{api} kvtier.store`` with names below only those."""
 
     required_arguments = 1
-    option_spec = {"names": directives.unchanged}  # noqa: RUF012
     has_content = True
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         try:
-            text = as_myst(read_module(ROOT, name), self.content and " ".join(self.content).split() or ())
+            text = as_myst(read_module(ROOT, name), " ".join(self.content).split())
         except ReferenceError as e:
             raise self.error(str(e)) from e
         self.env.note_dependency(str(ROOT.joinpath(*name.split(".")).with_suffix(".py")))
-        return self.parse_text_to_nodes(text, offset=self.content_offset)
+        parsed: list[nodes.Node] = self.parse_text_to_nodes(text, offset=self.content_offset)
+        return parsed
 
 
 def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:

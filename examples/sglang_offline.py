@@ -1,0 +1,53 @@
+"""An SGLang engine in this process with kvtier behind it: what left the device is read back, not computed again.
+
+python sglang_offline.py MODEL          on a GPU
+python sglang_offline.py MODEL --cpu    without one: tools/env-engine.sh sglang makes the environment
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+BLOCK = {
+    "tiers": [{"type": "host", "capacity": "1GiB"}],
+    "break_even": False,  # a tiny model may be sooner computed than loaded
+}
+ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "grammar_backend": "none",
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "mem_fraction_static": 0.1,
+}
+
+
+def main(model: str, on_cpu: bool) -> None:
+    if on_cpu:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        kv_connector="kvtier",
+        kv_connector_config=BLOCK,  # or the path of a file
+        page_size=16,
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        enable_cache_report=True,
+        log_level="warning",
+        **(ON_CPU if on_cpu else {}),
+    )
+    try:
+        prompt = [5 + i * 7 % 400 for i in range(200)]
+        for turn in ("computed", "from kvtier"):
+            answer = engine.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 4})
+            print(f"{turn}: {answer['meta_info']['cached_tokens']} of {len(prompt)} tokens were cached")
+            engine.flush_cache()  # the device forgets; pages on their way out are waited for
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":  # SGLang's workers import this file again
+    main(sys.argv[1], "--cpu" in sys.argv[2:])
