@@ -2,19 +2,20 @@
 # Makes the environment in which the tests of an engine run: the real engine on a CPU, and this checkout of kvtier,
 # editable. Prints the environment's directory as its last line.
 #
-#   tools/env-engine.sh sglang|lmcache|vllm [DIRECTORY]
+#   tools/env-engine.sh sglang|lmcache|vllm|compare [DIRECTORY]
 #
 # Two layers, as in tools/venv.sh. The engine and everything it needs lie in DIRECTORY, by default
 # ${KVTIER_CACHE:-~/.cache/kvtier}/ENGINE-<hash of the pins>, shared by all clones: 3 minutes and 3 GB (SGLang), 2 GB
-# (LMCache), or 10 minutes and 3 GB (vLLM with LMCache), once. kvtier lies in build/env/ENGINE of this clone, on top of
-# them, and is installed again when its native code or packaging changed.
+# (LMCache; compare, which is LMCache, kvpress and torchao), or 10 minutes and 3 GB (vLLM with LMCache), once. kvtier
+# lies in build/env/ENGINE of this clone, on top of them, and is installed again when its native code or packaging
+# changed.
 #
 # From the environment: PYTHON (python3, 3.11 or newer), KVTIER_CACHE, and TORCH_INDEX: torch is pinned without a local
 # version, so where PyPI would bring the CUDA build (Linux on x86-64 or arm64) name torch's CPU index,
 # https://download.pytorch.org/whl/cpu
 set -euo pipefail
 
-engine=${1:?usage: tools/env-engine.sh sglang|lmcache|vllm [DIRECTORY]}
+engine=${1:?usage: tools/env-engine.sh sglang|lmcache|vllm|compare [DIRECTORY]}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 say() { echo "tools/env-engine.sh: $*" >&2; }
@@ -28,7 +29,7 @@ command -v "$python" > /dev/null || { say "no '$python'; set PYTHON to a Python 
 # The first layer: the engine. `stand_ins.py`, where there is one, replaces what cannot be installed without a GPU.
 pins=$root/tools/$engine/requirements.txt
 stand_ins=$root/tools/$engine/stand_ins.py
-[ -e "$pins" ] || { say "unknown engine '$engine': there are sglang, lmcache and vllm"; exit 2; }
+[ -e "$pins" ] || { say "unknown engine '$engine': there are sglang, lmcache, vllm and compare"; exit 2; }
 version=$("$python" -c 'import sys, sysconfig; print(sys.version, sysconfig.get_platform(), sys.base_prefix)')
 hash=$({ cat "$pins"; if [ -e "$stand_ins" ]; then cat "$stand_ins"; fi; echo "$version ${TORCH_INDEX:-}"; } | digest)
 deps=${2:-${KVTIER_CACHE:-$HOME/.cache/kvtier}/$engine-$hash}

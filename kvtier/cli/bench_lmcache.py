@@ -6,8 +6,13 @@ that of the adapter with its threads, not that of Redis.
 
 - ``store``: until everything is on the disk or in Redis. ``store, answered``: until LMCache was told that its memory
   is free again, which with kvtier is earlier: chunks are on their way from its host memory then.
-- ``load``: lookup, then load. Adapters that keep chunks in memory of their own are opened anew before, so that they
-  come from the disk or Redis.
+- ``load``: lookup, then load, of all chunks.
+- ``store one``, ``load one``: chunk by chunk, each waited for.
+- ``restart``: from opening the adapter on what a closed one left behind until all chunks are loaded.
+
+Before anything is loaded the adapter is opened anew, so that nothing is in its memory, and files are dropped from the
+page cache: chunks come from the disk, or from Redis. A system called "again" is one that runs twice: what its two
+figures differ by is noise.
 """
 
 from __future__ import annotations
@@ -21,9 +26,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli.bench_lmcache_chunks import Chunks, keys_named
 from kvtier.cli.bench_lmcache_systems import System, open_adapter, systems
 from kvtier.errors import KVTierError, MissingExtraError
 from kvtier.testing.redis_servers import RedisServer, find_server
@@ -33,9 +41,26 @@ ROUNDS = 7
 ROUND_BYTES = 64 << 20
 TASK_BYTES = 16 << 20
 _DEADLINE_S = 120.0
-_DIM, _TOKENS = 128, 256  # of one KV head, as a tensor-parallel shard of many models has it; LMCache's default
 
 Row = dict[str, str | int | float]
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Of one system and operation. hot_bytes: of one sample."""
+
+    hot_bytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Of one system. at_rest: bytes on the disk or in Redis for one hot byte. error: relative, of what was loaded."""
+
+    ops: dict[str, _Samples] = field(default_factory=dict)
+    at_rest: float = 0.0
+    error: float = 0.0
 
 
 def run(
@@ -44,9 +69,16 @@ def run(
     chunk_bytes: Sequence[int] = CHUNK_BYTES,
     rounds: int = ROUNDS,
     round_bytes: int = ROUND_BYTES,
+    kv: Path | None = None,
+    names: Sequence[str] | None = None,
+    told: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Row]:
-    """``{"system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb"}`` for each; medians of `rounds`, in which the
-    systems take turns, so that what else runs on the machine hits all alike.
+    """``{"system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "p50_ms", "p99_ms", "samples", "at_rest",
+    "relative_error"}`` for each; medians of `rounds`, in which the systems take turns, so that what else runs on the
+    machine hits all alike.
+
+    kv: a model's K and V, which are stored in the place of random values: ``[2, layers, tokens, heads, dim]``, the bits
+    of BF16 values as uint16, in numpy's format. names: of the systems, instead of all. told: progress, in turns.
     Raises KVTierError where LMCache or a Redis server is missing, or a chunk is lost or comes back wrong."""
     _check_installed()
     rows: list[Row] = []
@@ -54,9 +86,13 @@ def run(
         folder = Path(name)
         redis = RedisServer(folder / "redis")
         stack.callback(redis.stop)
-        for nbytes in chunk_bytes:
-            where = folder / str(nbytes)
-            rows += _compare(systems(where, ("127.0.0.1", redis.port)), nbytes, max(1, round_bytes // nbytes), rounds)
+        sources = [Chunks.of(kv)] if kv is not None else [Chunks.random(n, round_bytes) for n in chunk_bytes]
+        for number, chunks in enumerate(sources):
+            with chunks:
+                compared = systems(folder / str(number), ("127.0.0.1", redis.port))
+                if names is not None:
+                    compared = [system for system in compared if system.name in names]
+                rows += _compare(compared, chunks, rounds, told)
     return rows
 
 
@@ -72,142 +108,148 @@ def _check_installed() -> None:
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 
-def _compare(compared: Sequence[System], nbytes: int, count: int, rounds: int) -> list[Row]:
-    samples: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    with _Memory(nbytes, count) as memory:
-        running = {system.name: _Driver(system, memory) for system in compared}
-        try:
-            for n in range(rounds + 1):
-                for system in compared:
-                    for op, cost in _round(system, running[system.name], memory, n).items():
-                        if n:  # before the first round, nothing had been touched
-                            samples[system.name, op].append(cost)
-        finally:
-            for driver in running.values():
-                driver.close()
-    gb = nbytes * count / 1e9
+def _compare(compared: Sequence[System], chunks: Chunks, rounds: int, told: Callable[[int, int], object]) -> list[Row]:
+    measured: dict[str, _Measured] = defaultdict(_Measured)
+    turns = (rounds + 1) * len(compared)
+    for n in range(rounds + 1):
+        for at, system in enumerate(compared):
+            into = measured[system.name] if n else _Measured()  # before the first round, nothing had been touched
+            _Turn(system, chunks, n, into).run()
+            told(n * len(compared) + at + 1, turns)
     return [
-        {
-            "system": name,
-            "op": op,
-            "chunk_bytes": nbytes,
-            "hot_mb_per_s": round(1e3 * gb / statistics.median(seconds for seconds, _ in costs), 1),
-            "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in costs) / gb, 4),
-        }
-        for (name, op), costs in samples.items()
+        _row(name, op, chunks.nbytes, samples, system)
+        for name, system in measured.items()
+        for op, samples in system.ops.items()
     ]
 
 
-def _round(system: System, driver: _Driver, memory: _Memory, n: int) -> dict[str, tuple[float, float]]:
-    """Seconds, and seconds of CPU, by what was done."""
-    keys = memory.keys(n)
-    costs = {}
-    with _clock() as cost:
-        driver.store(keys, memory.source)
-        answered = cost()
-        driver.flush()
-        costs["store"] = cost()
-    if system.keeps:
-        costs["store, answered"] = answered
-        driver.open_anew()
-    for item in memory.target:
-        item.raw_data.zero_()
-    with _clock() as cost:
-        driver.load(keys, memory.target)
-        costs["load"] = cost()
-    memory.check(system)
-    driver.delete(keys)
-    return costs
+def _row(name: str, op: str, chunk_bytes: int, samples: _Samples, system: _Measured) -> Row:
+    gb, seconds = samples.hot_bytes / 1e9, sorted(samples.seconds)
+    return {
+        "system": name,
+        "op": op,
+        "chunk_bytes": chunk_bytes,
+        "hot_mb_per_s": round(1e3 * gb / statistics.median(seconds), 1),
+        "cpu_s_per_gb": round(sum(samples.cpu_s) / len(seconds) / gb, 4),
+        "p50_ms": round(1e3 * statistics.median(seconds), 3),
+        "p99_ms": round(1e3 * seconds[ceil(0.99 * len(seconds)) - 1], 3),
+        "samples": len(seconds),
+        "at_rest": round(system.at_rest, 4),
+        "relative_error": round(system.error, 5),
+    }
 
 
-@contextmanager
-def _clock() -> Iterator[Callable[[], tuple[float, float]]]:
-    cpu, start = time.process_time(), time.perf_counter()
-    yield lambda: (time.perf_counter() - start, time.process_time() - cpu)
+class _Turn:
+    """One system's turn in round `n`."""
 
+    def __init__(self, system: System, chunks: Chunks, n: int, into: _Measured) -> None:
+        self._system, self._chunks, self._into = system, chunks, into
+        self._keys = keys_named(f"round {n}", chunks.count)
+        self._driver: _Driver | None = None
 
-class _Memory:
-    """Chunks to be stored, and memory to load them into, in LMCache's own L1: ``(2, layers, 256, 128)``, BF16."""
+    def run(self) -> None:
+        chunks, keys = self._chunks, self._keys
+        try:
+            self._together(keys, chunks)
+            driver = self._opened()
+            for key, item in zip(keys, chunks.source, strict=True):
+                with self._clock("store one", chunks.nbytes):
+                    driver.store([key], [item])
+                    driver.flush()
+            driver = self._opened()
+            for key, item in zip(keys, chunks.target, strict=True):
+                with self._clock("load one", chunks.nbytes):
+                    driver.load([key], [item])
+            driver.delete(keys)
+        finally:
+            self._close()
 
-    def __init__(self, nbytes: int, count: int) -> None:
-        import torch
-        from lmcache.v1.distributed.api import MemoryLayoutDesc
-        from lmcache.v1.distributed.config import L1ManagerConfig, L1MemoryManagerConfig
-        from lmcache.v1.distributed.l1_manager import L1Manager
+    def _together(self, keys: list[Any], chunks: Chunks) -> None:
+        driver, nbytes = self._opened(), chunks.nbytes * chunks.count
+        with self._clock("store", nbytes) as cost:
+            driver.store(keys, chunks.source)
+            answered = cost()
+            driver.flush()
+        if self._system.keeps:
+            self._take("store, answered", nbytes, answered)
+        self._into.at_rest = self._system.bytes_at_rest(driver.adapter) / nbytes
+        self._close()
+        chunks.clear()
+        with self._clock("restart", nbytes):
+            self._open().load(keys, chunks.target)
+        self._check()
+        driver = self._opened()
+        chunks.clear()
+        with self._clock("load", nbytes):
+            driver.load(keys, chunks.target)
+        self._check()
+        driver.delete(keys)
 
-        layers = max(1, nbytes // (2 * _TOKENS * _DIM * 2))
-        self._torch, self._count = torch, count
-        self.layout = MemoryLayoutDesc([torch.Size((2, layers, _TOKENS, _DIM))], [torch.bfloat16])
-        room = 4 * nbytes * count + (64 << 20)  # a serde needs as much again
-        config = L1MemoryManagerConfig(size_in_bytes=room, use_lazy=False, shm_name="")
-        self.l1 = L1Manager(L1ManagerConfig(memory_config=config))
-        self.source, self.target = (self._reserve(name) for name in ("source", "target"))
-        draw = torch.Generator().manual_seed(0)
-        for item in self.source:
-            item.tensor.copy_(torch.randn(item.tensor.shape, generator=draw))
+    def _opened(self) -> _Driver:
+        """As a process does that has served others before: of these chunks nothing is in memory."""
+        driver = self._open()
+        driver.warm_up()
+        return driver
 
-    def __enter__(self) -> _Memory:
-        return self
+    def _open(self) -> _Driver:
+        self._close()
+        self._driver = _Driver(self._system, self._chunks)
+        return self._driver
 
-    def __exit__(self, *_: object) -> None:
-        self.l1.clear(force=True)
-        self.l1.close()
+    def _close(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
+            self._system.drop_page_cache()
 
-    def _reserve(self, name: str) -> list[Any]:
-        keys = _keys(name, self._count)
-        found = self.l1.reserve_write(keys, [True] * len(keys), self.layout)
-        items = [found[key][1] for key in keys]
-        if None in items:
-            raise KVTierError(f"LMCache gave no memory for {len(keys)} chunks: {found[keys[-1]][0]}")
-        return items
+    def _check(self) -> None:
+        """Raise KVTierError unless what was loaded is what was stored, as exactly as the system promises."""
+        error = self._chunks.error(exact=not self._system.error)
+        self._into.error = max(self._into.error, error)
+        if error > self._system.error:
+            raise KVTierError(f"{self._system.name}: a chunk came back with other values")
 
-    def keys(self, n: int) -> list[Any]:
-        """Of round `n`."""
-        return _keys(f"round {n}", self._count)
+    @contextmanager
+    def _clock(self, op: str, hot_bytes: int) -> Iterator[Callable[[], tuple[float, float]]]:
+        cpu, start = time.process_time(), time.perf_counter()
 
-    def check(self, system: System) -> None:
-        """Raise KVTierError unless what was loaded is what was stored, as exactly as `system` promises."""
-        for got, want in zip(self.target, self.source, strict=True):
-            if system.error:
-                a, b = got.tensor.float(), want.tensor.float()
-                good = float((a - b).norm() / b.norm()) <= system.error
-            else:
-                good = bool(self._torch.equal(got.tensor, want.tensor))
-            if not good:
-                raise KVTierError(f"{system.name}: a chunk came back with other values")
+        def cost() -> tuple[float, float]:
+            return time.perf_counter() - start, time.process_time() - cpu
 
+        yield cost
+        self._take(op, hot_bytes, cost())
 
-def _keys(name: str, count: int) -> list[Any]:
-    from lmcache.v1.distributed.api import ObjectKey
-
-    return [ObjectKey(i.to_bytes(16, "big"), f"bench {name}".replace(" ", "-"), 0, 0, "") for i in range(count)]
+    def _take(self, op: str, hot_bytes: int, cost: tuple[float, float]) -> None:
+        samples = self._into.ops.setdefault(op, _Samples(hot_bytes))
+        samples.seconds.append(cost[0])
+        samples.cpu_s.append(cost[1])
 
 
 class _Driver:
     """Uses one adapter as LMCache's controllers do: stores in tasks of some chunks, all in flight; one lookup and one
     load for a whole prefix."""
 
-    def __init__(self, system: System, memory: _Memory) -> None:
-        self._system, self._memory = system, memory
-        self._adapter = open_adapter(system, memory.l1)
+    def __init__(self, system: System, chunks: Chunks) -> None:
+        self._system, self._chunks = system, chunks
+        self.adapter = open_adapter(system, chunks.l1)
 
     def store(self, keys: list[Any], items: list[Any]) -> None:
         at_once = max(1, TASK_BYTES // items[0].get_size())
         left = {
-            self._adapter.submit_store_task(keys[at : at + at_once], items[at : at + at_once])
+            self.adapter.submit_store_task(keys[at : at + at_once], items[at : at + at_once])
             for at in range(0, len(keys), at_once)
         }
         give_up = time.monotonic() + _DEADLINE_S
         while left:
-            self._wait(self._adapter.get_store_event_fd(), give_up)
-            for task, result in self._adapter.pop_completed_store_tasks().items():
+            self._wait(self.adapter.get_store_event_fd(), give_up)
+            for task, result in self.adapter.pop_completed_store_tasks().items():
                 if not result.is_successful():
                     raise KVTierError(f"{self._system.name}: chunks were not stored")
                 left.discard(task)
 
     def load(self, keys: list[Any], items: list[Any]) -> None:
-        adapter = self._adapter
-        task = adapter.submit_lookup_and_lock_task(keys, {0: self._memory.layout})
+        adapter = self.adapter
+        task = adapter.submit_lookup_and_lock_task(keys, {0: self._chunks.layout})
         found = self._result(adapter.query_lookup_and_lock_result, task, adapter.get_lookup_and_lock_event_fd())
         task = adapter.submit_load_task(keys, items)
         loaded = self._result(adapter.query_load_result, task, adapter.get_load_event_fd())
@@ -233,25 +275,20 @@ class _Driver:
 
     def flush(self) -> None:
         """Wait until the lower tier has everything, where there is one."""
-        if self._system.keeps and not self._adapter.flush(_DEADLINE_S):
+        if self._system.keeps and not self.adapter.flush(_DEADLINE_S):
             raise KVTierError(f"{self._system.name}: chunks were not written within {_DEADLINE_S:.0f} s")
-
-    def open_anew(self) -> None:
-        """As a process does that has served others before: of these chunks nothing is in memory."""
-        self._adapter.close()
-        self._adapter = open_adapter(self._system, self._memory.l1)
-        self.warm_up()
 
     def warm_up(self) -> None:
         """Start threads, and touch what is touched by the first chunks only."""
-        keys = _keys("first", 4)
-        self.store(keys, self._memory.source[:4])
+        count = min(2, self._chunks.count)
+        keys = keys_named("first", count)
+        self.store(keys, self._chunks.source[:count])
         self.flush()
-        self.load(keys, self._memory.target[:4])
+        self.load(keys, self._chunks.target[:count])
         self.delete(keys)
 
     def delete(self, keys: list[Any]) -> None:
-        self._adapter.delete(keys)
+        self.adapter.delete(keys)
 
     def close(self) -> None:
-        self._adapter.close()
+        self.adapter.close()
