@@ -45,7 +45,7 @@ class TestRedisTier(TierTests):
         self.server = server
 
     def make_tier(self, directory: Path, capacity_bytes: int) -> RedisTier:
-        return RedisTier(RedisOptions.of(self.server.url, prefix=f"t:{directory}:".replace(" ", ""), timeout_s=5.0))
+        return RedisTier(RedisOptions.of(self.server.url, prefix=f"t:{directory}:".replace(" ", ""), timeout_s=60.0))
 
     def flip_bit(self, tier: RedisTier, key: bytes, nbytes: int, bit: int) -> None:  # type: ignore[override]
         with redis.Redis.from_url(self.server.url) as client:

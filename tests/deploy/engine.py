@@ -38,13 +38,13 @@ def main() -> None:
             store.settle(request)
             for key in keys[ready:]:  # computed anew
                 item = item_of(key, nbytes)
-                (slot_or_status,) = store.reserve([key], [nbytes], 10.0)
+                (slot_or_status,) = store.reserve([key], [nbytes], 60.0)
                 if isinstance(slot_or_status, Slot):
                     store.host.view(slot_or_status)[:] = item.data
                     store.commit([key], [slot_or_status], [item.meta])
                 else:
                     unstored += slot_or_status.value not in ("exists",)
-        store.flush(10.0)
+        store.flush(60.0)
         after = store.ledger.snapshot()
         lookups = sum(after.hits.values()) + sum(after.misses.values())
         row = {

@@ -19,7 +19,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "10.42.0.7"
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
+"""How long is waited for what must happen: long, since it says nothing about speed."""
+PROBES = 10
 
 
 class Namespaces:
@@ -159,14 +161,23 @@ class Pod:
             assert not hook, f"a hook of a kind that is not known here: {hook}"
 
     def probe(self, name: str, which: str) -> bool:
-        """One try of ``startupProbe``, ``livenessProbe`` or ``readinessProbe``, as the kubelet makes it."""
+        """``startupProbe``, ``livenessProbe`` or ``readinessProbe``, as the kubelet makes it: one that is not answered
+        in its time is made again, some times."""
         probe = self.running[name].rendered[which]
         timeout_s = float(probe.get("timeoutSeconds", 1))
-        if "exec" in probe:
-            return bool(self.execute(name, probe["exec"]["command"], timeout_s)["code"] == 0)
-        get = probe["httpGet"]
-        status = int(self.get(get["path"], self._port(name, get["port"]), timeout_s=timeout_s)["status"])
-        return 200 <= status < 400
+        for _ in range(PROBES):
+            if "exec" in probe:
+                code = self.execute(name, probe["exec"]["command"], timeout_s)["code"]
+                if code is not None:
+                    return bool(code == 0)
+                continue
+            get = probe["httpGet"]
+            status = int(self.get(get["path"], self._port(name, get["port"]), timeout_s=timeout_s)["status"])
+            if status:
+                return 200 <= status < 400
+            if self.namespaces.order(do="wait", pid=self.running[name].pid, timeout_s=0) is not None:
+                return False  # it has ended
+        return False
 
     def execute(self, name: str, argv: Sequence[str], timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         running = self.running[name]

@@ -329,7 +329,7 @@ def test_an_archive_of_the_chart_is_the_chart(helm: Helm, tmp_path: Path) -> Non
 def test_generated_files_are_in_step() -> None:
     """deploy/k8s is what the chart makes of its examples, and the chart's copies are what lies in deploy/grafana."""
     command = [sys.executable, str(ROOT / "tools" / "render_k8s.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}: run tools/render_k8s.py, or `make deploy-render`"
     assert {path.name for path in (DEPLOY / "k8s").glob("*.yaml")} == {path.name for path in EXAMPLES}
 

@@ -36,7 +36,7 @@ def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     if program is None and not beside.exists():
         pytest.skip("hadolint is not made for this platform")
     command = [program or str(beside), "--no-color", "--failure-threshold", "style", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def faults(text: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_the_health_check_asks_the_products_own_probe() -> None:
         with answering(status) as url:
             command = [sys.executable, "-I", "-c", code[1]]
             done = subprocess.run(
-                command, env={"KVTIER_HEALTH_URL": url}, capture_output=True, text=True, timeout=60, check=False
+                command, env={"KVTIER_HEALTH_URL": url}, capture_output=True, text=True, timeout=600, check=False
             )
         assert (done.returncode == 0) is (status == 200), done.stderr
 

@@ -4,10 +4,13 @@ engine's container as rendered."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import signal
 import socket
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ from kvtier.cli.doctor_line import State
 from kvtier.config import load_config
 
 from .chart import ALL_VALUES, DEPLOY, Helm
-from .pod import ROOT, Namespaces, Pod, opened, programs, wait_until
+from .pod import PATIENCE_S, ROOT, Namespaces, Pod, opened, programs, wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 
@@ -175,7 +178,7 @@ def prepare(pod: Pod) -> None:
 
 def client(pod: Pod) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(60)
+    connection.settimeout(PATIENCE_S)
     connection.connect(str(pod.volume("socket") / "cache.sock"))
     return connection
 
@@ -185,7 +188,13 @@ def half_a_set(pod: Pod) -> socket.socket:
     connection.sendall(b"*1\r\n$4\r\nPING\r\n")
     assert connection.recv(100) == b"+PONG\r\n"
     connection.sendall(b"*3\r\n$3\r\nSET\r\n$4\r\nlast\r\n$10\r\nlast ")
+    wait_until(lambda: unread(connection) == 0, "the server does not read the command")
     return connection
+
+
+def unread(connection: socket.socket) -> int:
+    """Bytes that the other side has not taken yet."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def looks_like_the_container(pod: Pod) -> None:

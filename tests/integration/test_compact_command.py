@@ -172,7 +172,7 @@ def test_inspect_needs_no_torch_and_notices_damage(folder: Path, tmp_path: Path)
         f"sys.argv = ['kvtier', 'compact', 'inspect', {str(out)!r}, '--json']\n"
         "from kvtier.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["context"]["tokens"] == T

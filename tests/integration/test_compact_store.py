@@ -207,7 +207,7 @@ def test_stored_evicted_to_nvme_and_continued_in_a_new_process(quant: str, tmp_p
         [sys.executable, "-c", NEW_PROCESS, str(Path(__file__).parents[2]), str(tmp_path), quant],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ def demo(folder: Path, *args: str) -> tuple[dict[str, Any], str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, cwd=folder, env=environment(scratch)
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder, env=environment(scratch)
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

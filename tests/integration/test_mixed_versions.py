@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 @pytest.fixture
 def tiers(server: RedisServer) -> Iterator[tuple[RedisTier, RedisTier]]:
     """Of the release of today and of the later one, which meet under a prefix of the operator's own."""
-    opened = [RedisTier(RedisOptions.of(server.url, prefix="mine:", timeout_s=30.0)) for _ in range(2)]
+    opened = [RedisTier(RedisOptions.of(server.url, prefix="mine:", timeout_s=60.0)) for _ in range(2)]
     yield opened[0], opened[1]
     for tier in opened:
         tier.close()
@@ -94,16 +94,17 @@ def test_the_later_release_may_replace_what_is_older(tiers: tuple[RedisTier, Red
 @with_redis
 def test_a_store_counts_a_miss_and_goes_on(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     def open_one() -> TieredStore:
-        redis = {"type": "redis", "url": server.url, "prefix": "mine:", "timeout": "30s"}
-        return open_store(parse_config({"tiers": [{"type": "host", "capacity": "1MiB"}, redis]}))
+        redis = {"type": "redis", "url": server.url, "prefix": "mine:", "timeout": "60s"}
+        tiers = [{"type": "host", "capacity": "1MiB"}, redis]
+        return open_store(parse_config({"tiers": tiers, "promote_deadline": "120s"}))
 
     def offload(store: TieredStore, n: int) -> None:
         item = item_of(key_of(n), PAGE)
-        (slot,) = store.reserve([item.key], [PAGE], 30.0)
+        (slot,) = store.reserve([item.key], [PAGE], 60.0)
         assert isinstance(slot, Slot)
         store.host.view(slot)[:] = item.data
         store.commit([item.key], [slot], [item.meta])
-        assert store.flush(30.0)
+        assert store.flush(120.0)
 
     with later_release():
         later = open_one()

@@ -36,6 +36,7 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
     config = parse_config(
         {
             "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", **options}],
+            "promote_deadline": "120s",
             "tiers": [
                 {"type": "host", "capacity": "4MiB"},
                 {"type": "nvme", "path": str(directory), "capacity": "8MiB", "io_threads": 2},
@@ -48,8 +49,8 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
     try:
         yield mover
     finally:
-        assert mover.drain(10.0)
-        assert mover.store.flush(10.0)
+        assert mover.drain(120.0)
+        assert mover.store.flush(120.0)
         mover.close()
         mover.store.close()
 
@@ -66,7 +67,7 @@ def floats(bits: Bits) -> npt.NDArray[np.float32]:
 
 def offload(mover: PageMover, data: list[Bits]) -> dict[OffloadOutcome, int]:
     pool = HotPool.of(SPEC, data, HotLayout.NHD)
-    return mover.offload(pool, HASHES, range(PAGES)).result(20.0).outcomes
+    return mover.offload(pool, HASHES, range(PAGES)).result(120.0).outcomes
 
 
 def restore(mover: PageMover) -> list[Bits]:
@@ -74,7 +75,7 @@ def restore(mover: PageMover) -> list[Bits]:
     lookup = mover.store.lookup("r", mover.namespace.page_keys(HASHES))
     ready = mover.store.wait(lookup)
     assert ready == PAGES
-    result = mover.onboard(lookup, HotPool.of(SPEC, out, HotLayout.NHD), range(ready)).result(20.0)
+    result = mover.onboard(lookup, HotPool.of(SPEC, out, HotLayout.NHD), range(ready)).result(120.0)
     mover.store.settle("r")
     assert result.ok, result
     return out
@@ -103,7 +104,7 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, options: dict[str, Any]
     data = values()
     with open_mover(tmp_path, **options) as mover:
         assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
-        assert mover.store.flush(10.0)
+        assert mover.store.flush(120.0)
     with open_mover(tmp_path, **options) as mover:
         out = restore(mover)
     for n, (got, exact) in enumerate(zip(out, data, strict=True)):
@@ -157,7 +158,7 @@ def test_pages_over_the_error_budget_are_stored_without_loss_and_counted(tmp_pat
         assert counted == {"stored": PAGES - 2, "stored_raw": 1, "stored_over_budget": 1}
         cold = mover.layout(mover._codec).cold_page_bytes
         assert mover.store.ledger.snapshot().cold_bytes["offload"] == (PAGES - 2) * cold + 2 * SPEC.hot_page_bytes
-        assert mover.store.flush(10.0)
+        assert mover.store.flush(120.0)
     with open_mover(tmp_path, quant="nvfp4") as mover:  # from disk; the budget is not part of what a page is
         out = restore(mover)
     for got, exact in zip(out, data, strict=True):
@@ -267,19 +268,19 @@ def test_a_layer_that_stays_over_its_budget_goes_to_the_next_precision(
     first, rest = slice(0, PAGES // 2), slice(PAGES // 2, PAGES)
     with open_mover(tmp_path, **options) as mover:
         assert switches(mover) == {"k": 0, "v": 0, "latent": 0}
-        before = mover.offload(pool, HASHES[first], range(PAGES)[first]).result(20.0)
+        before = mover.offload(pool, HASHES[first], range(PAGES)[first]).result(120.0)
         assert before.outcomes == {OffloadOutcome.STORED: PAGES // 2}
         assert switches(mover)["v"] == 0, "half a window of samples must not switch"
         # Other pages fill the window, so that the rest is stored finer.
-        other = mover.offload(pool, [b"other-%04d" % i for i in range(PAGES)], range(PAGES)).result(20.0)
-        after = mover.offload(pool, HASHES[rest], range(PAGES)[rest]).result(20.0)
+        other = mover.offload(pool, [b"other-%04d" % i for i in range(PAGES)], range(PAGES)).result(120.0)
+        after = mover.offload(pool, HASHES[rest], range(PAGES)[rest]).result(120.0)
         assert other.ok and after.ok
         assert switches(mover) == {"k": 0, "v": 1, "latent": 0}
         plain, finer = (mover.layout(mover._codec, levels).cold_page_bytes for levels in ((), (0, 0, 0, 1)))
         snapshot = mover.store.ledger.snapshot()
         assert snapshot.cold_bytes["offload"] == (PAGES // 2 + PAGES) * plain + (PAGES // 2) * finer
         out = restore(mover)
-        assert mover.store.flush(10.0)
+        assert mover.store.flush(120.0)
     said = [r.getMessage() for r in caplog.records if "quality_budget" in r.getMessage()]
     assert len(said) == 1 and "layer 1, v" in said[0] and "two NVFP4 components" in said[0]
     assert errors_of(out, data, first)[3] > 0.12 > 0.02 > errors_of(out, data, rest)[3]
@@ -300,7 +301,7 @@ def test_the_precision_after_the_next_loses_nothing(tmp_path: Path, caplog: pyte
     pool = HotPool.of(SPEC, data, HotLayout.NHD)
     with open_mover(tmp_path, quant="k8v4", quality_sample=1.0, quality_budget=0.001) as mover:
         for n in range(3):
-            mover.offload(pool, [b"%d-%04d" % (n, i) for i in range(PAGES)], range(PAGES)).result(20.0)
+            mover.offload(pool, [b"%d-%04d" % (n, i) for i in range(PAGES)], range(PAGES)).result(120.0)
         assert switches(mover) == {"k": 4, "v": 4, "latent": 0}, "two steps in each of two layers"
         assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
         for got, exact in zip(restore(mover), data, strict=True):
@@ -332,7 +333,7 @@ def test_pages_with_a_checkpoints_scales_are_found_with_these_scales_only(tmp_pa
     options: dict[str, Any] = {"global_scale": "checkpoint"}
     with open_mover(tier, **options, scale_checkpoint_path=str(one)) as mover:
         assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
-        assert mover.store.flush(10.0)
+        assert mover.store.flush(120.0)
     for different in ({**options, "scale_checkpoint_path": str(other)}, {"quant": "nvfp4"}):
         with open_mover(tier, **different) as mover:
             assert mover.store.wait(mover.store.lookup("r", mover.namespace.page_keys(HASHES))) == 0
@@ -364,16 +365,16 @@ def test_a_page_of_a_form_that_is_not_known_is_dropped_and_not_met_again(
         mover.store.commit(
             [key], [slot], [PageMeta(page.size, form, TOKENS, checksum(page.tobytes(), key), SPEC.fingerprint, b"")]
         )
-        assert mover.store.flush(10.0)  # it lies in the lower tier as well
+        assert mover.store.flush(120.0)  # it lies in the lower tier as well
         lookup = mover.store.lookup("r", [key])
         assert mover.store.wait(lookup) == 1
         pool = HotPool.of(SPEC, [np.zeros((TOKENS, HEADS, DIM), np.uint16) for _ in range(4)], HotLayout.NHD)
-        assert mover.onboard(lookup, pool, [0]).result(20.0).failed_pages == (0,)
+        assert mover.onboard(lookup, pool, [0]).result(120.0).failed_pages == (0,)
         mover.store.settle("r")
         for n in range(3):
             assert mover.store.wait(mover.store.lookup(f"again {n}", [key])) == 0
             mover.store.settle(f"again {n}")
-        assert mover.store.flush(10.0)
+        assert mover.store.flush(120.0)
         # The page is written anew in a form that is known.
         assert offload(mover, values()) == {OffloadOutcome.STORED: PAGES}
         restore(mover)

@@ -33,6 +33,7 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
     config = parse_config(
         {
             "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", **options}],
+            "promote_deadline": "120s",
             "tiers": [
                 {"type": "host", "capacity": "8MiB"},
                 {"type": "nvme", "path": str(directory), "capacity": "16MiB", "io_threads": 2},
@@ -45,8 +46,8 @@ def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
     try:
         yield mover
     finally:
-        assert mover.drain(30.0)
-        assert mover.store.flush(30.0)
+        assert mover.drain(120.0)
+        assert mover.store.flush(120.0)
         mover.close()
         mover.store.close()
 
@@ -70,14 +71,14 @@ def names(what: str, pages: int = PAGES) -> list[bytes]:
 
 
 def offload(mover: PageMover, data: list[Bits], hashes: list[bytes]) -> dict[OffloadOutcome, int]:
-    return mover.offload(HotPool.of(SPEC, data, HotLayout.NHD), hashes, range(len(hashes))).result(60.0).outcomes
+    return mover.offload(HotPool.of(SPEC, data, HotLayout.NHD), hashes, range(len(hashes))).result(120.0).outcomes
 
 
 def restore(mover: PageMover, hashes: list[bytes]) -> list[Bits]:
     out = [np.zeros((len(hashes) * TOKENS, HEADS, DIM), np.uint16) for _ in range(4)]
     lookup = mover.store.lookup("r", mover.namespace.page_keys(hashes))
     assert mover.store.wait(lookup) == len(hashes)
-    result = mover.onboard(lookup, HotPool.of(SPEC, out, HotLayout.NHD), range(len(hashes))).result(60.0)
+    result = mover.onboard(lookup, HotPool.of(SPEC, out, HotLayout.NHD), range(len(hashes))).result(120.0)
     mover.store.settle("r")
     assert result.ok, result
     return out
@@ -150,7 +151,7 @@ def test_two_workers_a_restart_and_pages_of_before_and_after_a_switch(
         for thread in threads:
             thread.join(60.0)
             assert not thread.is_alive()
-        assert [t.result(60.0).outcomes for t in tickets] == [{OffloadOutcome.STORED: 4}] * len(batches)
+        assert [t.result(120.0).outcomes for t in tickets] == [{OffloadOutcome.STORED: 4}] * len(batches)
         registry = mover.store.ledger.registry
         assert registry.get_sample_value("kvtier_precision_switches_total", {"role": "v"}) == 1
         assert registry.get_sample_value("kvtier_precision_switches_total", {"role": "k"}) == 0

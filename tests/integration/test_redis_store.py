@@ -31,18 +31,26 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 def open_one(url: str) -> TieredStore:
     return open_store(
-        parse_config({"tiers": [{"type": "host", "capacity": "4MiB"}, {"type": "redis", "url": url, "ttl": "1h"}]})
+        parse_config(
+            {
+                "tiers": [
+                    {"type": "host", "capacity": "4MiB"},
+                    {"type": "redis", "url": url, "ttl": "1h", "timeout": "60s"},
+                ],
+                "promote_deadline": "120s",
+            }
+        )
     )
 
 
 def offload(store: TieredStore, numbers: range) -> None:
     for n in numbers:
         item = item_of(key_of(n), PAGE)
-        (slot,) = store.reserve([item.key], [PAGE], 1.0)
+        (slot,) = store.reserve([item.key], [PAGE], 60.0)
         assert isinstance(slot, Slot)
         store.host.view(slot)[:] = item.data
         store.commit([item.key], [slot], [item.meta])
-    assert store.flush(10.0)
+    assert store.flush(120.0)
 
 
 def test_pages_written_here_are_found_there(server: RedisServer) -> None:

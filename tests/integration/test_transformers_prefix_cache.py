@@ -17,6 +17,7 @@ import transformers
 from kvtier.config import Config, parse_config
 from kvtier.connectors.transformers import PrefixCache, Restored, cache_argument
 from kvtier.errors import ConfigError, SpecError, TierPathError
+from kvtier.testing.redis_servers import wait_for
 from kvtier.tickets import OffloadResult
 
 PAGE = 16
@@ -44,7 +45,7 @@ def block(tmp_path: Path, quant: str = "none", host: str = "4MiB", **changes: An
                 {"type": "host", "capacity": host},
                 {"type": "nvme", "path": str(tmp_path / "pages"), "capacity": "64MiB"},
             ],
-            "promote_deadline": "10s",
+            "promote_deadline": "120s",
             **changes,
         }
     )
@@ -69,8 +70,8 @@ def compute(model: Any, ids: list[int], cache: Any = None) -> tuple[torch.Tensor
 
 def store(prefixes: PrefixCache, model: Any, ids: list[int]) -> tuple[Any, OffloadResult]:
     _, cache = compute(model, ids)
-    result = prefixes.offload(ids, cache).result(20)
-    assert prefixes.store.flush(20)
+    result = prefixes.offload(ids, cache).result(120.0)
+    assert prefixes.store.flush(120.0)
     return cache, result
 
 
@@ -112,7 +113,7 @@ def test_the_rest_computed_on_a_restored_prefix_says_the_same(tmp_path: Path) ->
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         assert cache.get_seq_length() == len(ids)
         # What was computed on top can be stored and restored in turn, without storing the first pages again.
-        result = prefixes.offload(ids, cache).result(20)
+        result = prefixes.offload(ids, cache).result(120.0)
         assert {o.value: n for o, n in result.outcomes.items()} == {"exists": 4, "stored": 2}
         assert prefixes.restore("r2", ids).tokens == 6 * PAGE
         assert balanced(prefixes) == {"host": 10, "absent": 2}
@@ -204,7 +205,7 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         for got, full in zip(layers(restored.cache), layers(cache), strict=True):
             assert torch.equal(got, full[:, :, : 2 * PAGE])
         assert balanced(prefixes) == {"host": 2, "corrupt": 1, "after_gap": 2}
-        assert prefixes.offload(ids, cache).result(20).ok
+        assert prefixes.offload(ids, cache).result(120.0).ok
         assert prefixes.restore("next", ids).tokens == 5 * PAGE
 
 
@@ -228,20 +229,18 @@ def test_a_disk_that_is_too_slow_is_not_waited_for(tmp_path: Path, monkeypatch: 
         answer, go = disk.get_many_into, threading.Event()
 
         def slow(*args: Any) -> Any:
-            go.wait(10)
+            go.wait(600)
             return answer(*args)
 
         monkeypatch.setattr(disk, "get_many_into", slow)
         start = time.monotonic()
         restored = prefixes.restore("r", ids)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
         assert (restored.tokens, restored.pages) == (0, {})
         go.set()
         assert balanced(prefixes) == {"deadline": 4}
         monkeypatch.undo()
-        deadline = time.monotonic() + 10
-        while prefixes.restore(f"again {time.monotonic()}", ids).tokens < 4 * PAGE:
-            assert time.monotonic() < deadline
+        wait_for(lambda: prefixes.restore("again", ids).tokens == 4 * PAGE, "the pages never arrive", 60.0)
         counts = balanced(prefixes)
         assert sum(counts.values()) % 4 == 0
 
@@ -356,7 +355,7 @@ def test_a_failed_opening_leaves_no_thread(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="taken by another process"),
     ):
         open_cache(llama(), block(tmp_path, http={"port": taken.getsockname()[1]}))
-    assert [t.name for t in threading.enumerate() if t.name.startswith("kvtier")] == []
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kvtier")], "threads stay")
 
 
 def test_a_directory_that_is_open_elsewhere_is_named(tmp_path: Path) -> None:
@@ -374,9 +373,9 @@ def test_metrics_and_readiness_over_http(tmp_path: Path) -> None:
         assert prefixes.http is not None
         store(prefixes, model, ids)
         prefixes.restore("r", ids)
-        with urllib.request.urlopen(f"{prefixes.http.url}/readyz", timeout=10) as answer:
+        with urllib.request.urlopen(f"{prefixes.http.url}/readyz", timeout=60) as answer:
             assert answer.read() == b"ok\n"
-        with urllib.request.urlopen(f"{prefixes.http.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{prefixes.http.url}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         assert 'kvtier_hits_total{tier="host"} 2.0' in text
         assert "kvtier_lookups_total 2.0" in text, "the readiness check is no lookup"
@@ -394,7 +393,7 @@ def test_pages_that_are_sooner_computed_than_loaded_are_left_alone(tmp_path: Pat
         with open_cache(model, block(tmp_path / str(break_even), break_even=break_even)) as prefixes:
             computed = prefixes.restore("first", ids)
             assert model(torch.tensor([ids]), **{cache_argument(model): computed.cache}).logits is not None
-            assert prefixes.offload(ids, computed.cache).result(30.0).ok
+            assert prefixes.offload(ids, computed.cache).result(120.0).ok
             for n in range(9):
                 assert prefixes.restore(f"r{n}", ids).tokens == 8 * PAGE, "nothing is known yet of what prefill costs"
             for _ in range(9):
@@ -412,7 +411,7 @@ def test_a_protected_prompt_outlives_others(tmp_path: Path) -> None:
             ids = prompt if not n else tokens(4 * PAGE, seed=n)
             restored = prefixes.restore(f"r{n}", ids)
             model(torch.tensor([ids[restored.tokens :]]), **{cache_argument(model): restored.cache})
-            assert prefixes.offload(ids, restored.cache).result(30.0).ok
+            assert prefixes.offload(ids, restored.cache).result(120.0).ok
             if not n:
                 assert prefixes.protect(prompt) == 4
         assert prefixes.restore("again", [*prompt, 1]).tokens == 4 * PAGE

@@ -51,7 +51,7 @@ class Redis:
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(30)
+        self.socket.settimeout(600)
         self.socket.connect(str(path))
         self.file = self.socket.makefile("rb")
 
@@ -129,7 +129,7 @@ def test_top_runs_until_it_is_interrupted(server: CacheServer) -> None:
         process.send_signal(signal.SIGINT)
         while more := read(ours):
             seen += more
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait(30)
@@ -149,6 +149,7 @@ def read(terminal: int) -> bytes:
 def test_a_request_is_explained_traced_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(
         {
+            "promote_deadline": "120s",
             "tiers": [
                 {"type": "host", "capacity": "1MiB"},
                 {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB", "io_threads": 2},
@@ -171,10 +172,10 @@ def test_a_request_is_explained_traced_and_recorded(tmp_path: Path, capsys: pyte
     mover = PageMover(store, SPEC, namespace, codec)
     rows = np.zeros((PAGES * 16, 2, 32), np.uint16) + 0x3F80
     pool = HotPool.of(SPEC, [rows.copy() for _ in SPEC.buffers], HotLayout.NHD)
-    assert mover.offload(pool, HASHES[:5], range(5)).result(30.0).ok
+    assert mover.offload(pool, HASHES[:5], range(5)).result(120.0).ok
     lookup = store.lookup("chat-1", namespace.page_keys(HASHES), hashes=HASHES)
     assert store.hold(lookup, 5)
-    assert mover.onboard(lookup, pool, range(5)).result(30.0).ok
+    assert mover.onboard(lookup, pool, range(5)).result(120.0).ok
     store.settle("chat-1")
 
     page = StatusPage(store.ledger.registry, config, lambda: store.observer)
@@ -189,7 +190,7 @@ def test_a_request_is_explained_traced_and_recorded(tmp_path: Path, capsys: pyte
     store.close()
 
     assert [p["outcome"] for p in record["pages"]] == ["hit: host"] * 5 + ["miss: absent"]
-    assert 0 < record["load_s"] < 30
+    assert 0 < record["load_s"] < 600
     assert record["saved_s"] == pytest.approx(5 * 16 * 0.01)
     assert "5 of 6 pages found" in printed and "miss: absent" in printed
     restore = next(span for span in exporter.get_finished_spans() if span.name == "kvtier.restore")

@@ -63,7 +63,7 @@ def forced(isa: str) -> str:
         env={**os.environ, "KVTIER_ISA": isa},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -82,7 +82,7 @@ def test_an_unknown_instruction_set_in_the_environment_is_told_at_import() -> No
         env={**os.environ, "KVTIER_ISA": "mmx"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode != 0
     assert "KVTIER_ISA = 'mmx' is not available here; use one of: " in done.stderr

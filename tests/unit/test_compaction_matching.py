@@ -282,7 +282,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_memory_is_bounded_by_the_chunks() -> None:
     """All logits would be 96 MB in fp32, 192 in fp64; the passes get 4 MiB."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     grown_kib = int(done.stdout) * (1 if sys.platform != "darwin" else 1 / 1024)
     assert grown_kib < 40 * 1024, f"grew by {grown_kib / 1024:.0f} MiB"

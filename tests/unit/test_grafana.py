@@ -132,5 +132,5 @@ def test_faults_are_found(expression: str) -> None:
     "command", [("check", "rules", "kvtier-alerts.yaml"), ("test", "rules", "kvtier-alerts-test.yaml")], ids=" ".join
 )
 def test_prometheus_accepts_the_rules(command: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ LINKED = ("connectors", "kernels", "storage_backends")
 
 def run(code: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
     return done.stdout.strip() if done.returncode == 0 else done.stderr
 

@@ -34,7 +34,7 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def get(port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request("GET", path, headers=headers or {})
         answer = connection.getresponse()
@@ -107,7 +107,7 @@ def test_history_says_once_that_a_collector_fails_and_goes_on(
     history = History(registry)
     history.start()
     for _ in range(3):
-        assert tries.acquire(timeout=30), "the history stopped after a failure"
+        assert tries.acquire(timeout=600), "the history stopped after a failure"
     history.close()
     assert [record.message for record in caplog.records] == [
         "the status page lacks samples: a collector failed: RuntimeError: broken"

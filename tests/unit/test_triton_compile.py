@@ -26,7 +26,7 @@ def compiled(only: str, arch: str, cache: Path) -> list[dict[str, object]]:
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=600,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
@@ -57,6 +57,6 @@ def test_a_kernel_that_spills_is_told(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, timeout=290, check=False,
+        text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["False", "True"], done.stderr
