@@ -22,13 +22,22 @@ import torch
 from kvtier.compression.compaction.artefact import CompactPrefix
 from kvtier.compression.compaction.manifest import KEY_PREFIX, VERSION, header_bytes, read_header
 from kvtier.config import Config
+from kvtier.connectors.sglang.compacted_rows import (
+    ONE_ROW,
+    Heads,
+    LatentForm,
+    arrays_of,
+    check_model,
+    check_rows,
+)
+from kvtier.connectors.sglang.identity import plain_checkpoint
 from kvtier.connectors.sglang.movers import Stored
-from kvtier.connectors.sglang.pools import KV, page_hashes
+from kvtier.connectors.sglang.pools import KV, DevicePool, page_hashes
+from kvtier.connectors.sglang.ranks import Place
 from kvtier.connectors.sglang.tool_calls import Text, hash_text
 from kvtier.errors import ArtefactError, EngineError
 from kvtier.hot import HotLayout, HotPool
 from kvtier.mover import PageMover
-from kvtier.spec import DType, Role
 from kvtier.store import TieredStore
 from kvtier.tickets import OffloadResult, Ticket
 
@@ -38,17 +47,25 @@ PLACEHOLDER = 0
 """The token id that stands for a row."""
 _STORE_S = 120.0
 _SHIFT = "kvtier_position_shift"
-_ROWS = {Role.K: "keys", Role.V: "values"}
-_DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The part of a model's KV heads that this rank has: `first` to `first + count` of `total`."""
+class EngineRank:
+    """What is to be known of a rank of an engine. checkpoint: fingerprint of the files that it has loaded as they are,
+    None where it has not. form: of an engine of MLA."""
 
-    first: int
-    count: int
-    total: int
+    checkpoint: str | None
+    heads: Heads = ONE_ROW
+    form: LatentForm | None = None
+
+    @staticmethod
+    def of(pool: DevicePool, place: Place, model_config: Any, args: Any) -> EngineRank:
+        """`place`: this rank's. `model_config`, `args`: SGLang's. Raises ArtefactError."""
+        checkpoint = plain_checkpoint(model_config, args)
+        if pool.replicated:
+            return EngineRank(checkpoint, form=LatentForm.of(model_config.hf_text_config, pool.hot.device))
+        total = model_config.get_total_num_kv_heads()
+        return EngineRank(checkpoint, Heads.of(place.tp_rank, place.tp_size, pool.spec.buffers[0].heads, total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,84 +80,32 @@ class Served:
     arrays: tuple[torch.Tensor, ...]
 
 
-def load(paths: Sequence[Path], stored: Stored, checkpoint: str | None, heads: Heads) -> list[Served]:
-    """Read the files that the option ``compacted`` names. stored: the engine's KV pool. checkpoint: fingerprint of the
-    files that the engine has loaded as they are, None where it has not. Raises ArtefactError, naming the file and the
-    way out, for a prefix that this engine cannot serve exactly."""
-    return [_load(path, stored, checkpoint, heads) for path in paths]
+def load(paths: Sequence[Path], stored: Stored, rank: EngineRank) -> list[Served]:
+    """Read the files that the option ``compacted`` names. stored: the engine's KV pool. Raises ArtefactError, naming
+    the file and the way out, for a prefix that this engine cannot serve exactly."""
+    return [_load(path, stored, rank) for path in paths]
 
 
-def _load(path: Path, stored: Stored, checkpoint: str | None, heads: Heads) -> Served:
+def _load(path: Path, stored: Stored, rank: EngineRank) -> Served:
     try:
         raw = path.expanduser().read_bytes()
     except OSError as e:
         raise ArtefactError(
             f"compacted: {str(path)!r} cannot be read ({e.strerror}): give files of kvtier compact"
         ) from e
+    spec = stored.pool.spec
     try:
         key = read_header(raw[: header_bytes(raw[:8])], len(raw)).key
         prefix = CompactPrefix.from_bytes(raw)
-        _check(prefix, stored, checkpoint, heads)
+        check_model(prefix, rank.checkpoint)
+        check_rows(prefix, stored.pool, rank.heads)
+        arrays = arrays_of(prefix, spec, rank.heads, rank.form)
     except ArtefactError as e:
         raise ArtefactError(f"compacted: {path.name}: {e}") from None
-    tokens, rows = stored.pool.spec.page_tokens, int(prefix.layers[0].kept[0].shape[0])
-    hashes = page_hashes(hash_text(Text(([PLACEHOLDER] * rows,), key), tokens))
+    rows = int(prefix.layers[0].kept[0].shape[0])
+    hashes = page_hashes(hash_text(Text(([PLACEHOLDER] * rows,), key), spec.page_tokens))
     namespace = replace(stored.namespace, pruning=f"compact {VERSION} sglang {key}")
-    return Served(
-        key, rows, prefix.tokens, tuple(hashes), tuple(namespace.page_keys(hashes)), _arrays(prefix, stored, heads)
-    )
-
-
-def _check(prefix: CompactPrefix, stored: Stored, checkpoint: str | None, heads: Heads) -> None:
-    spec, manifest = stored.pool.spec, prefix.manifest
-    if not checkpoint:
-        raise ArtefactError(
-            "this engine's weights are not those of safetensors files as they are (quantized, overridden, another "
-            "format, or given later), so that nobody can tell whether the prefix is theirs: remove the option compacted"
-        )
-    if manifest.checkpoint != checkpoint:
-        raise ArtefactError(
-            f"it is of another model ({manifest.model!r}, checkpoint {manifest.checkpoint[:12] or 'unknown'}; this is "
-            f"{checkpoint[:12]}): compact the context with this engine's model folder"
-        )
-    roles = [b.role for b in spec.buffers]
-    if manifest.family != "dense" or set(roles) != {Role.K, Role.V} or stored.pool.variant:
-        raise ArtefactError(
-            "it, or this engine's cache, is not plain K and V of every layer: only those are served by SGLang; use "
-            "kvtier.connectors.transformers for others"
-        )
-    if any(layer.bias is not None or layer.fitted for layer in prefix.layers):
-        raise ArtefactError(
-            "it has biases or fitted values (--method am), which SGLang's attention cannot take: use --method kvzip, "
-            "or kvtier.connectors.transformers"
-        )
-    counts = {int(kept.shape[0]) for layer in prefix.layers for kept in layer.kept}
-    if len(counts) != 1:
-        raise ArtefactError(
-            f"its heads keep {min(counts)} to {max(counts)} rows, and a page holds as many of each: compact with "
-            "--selector uniform instead of pair or head"
-        )
-    if counts.pop() % spec.page_tokens:
-        raise ArtefactError(
-            f"its rows are not whole pages of {spec.page_tokens} tokens: compact with --page-tokens {spec.page_tokens}"
-        )
-    if len(prefix.layers) != spec.num_layers:
-        raise ArtefactError(f"it has {len(prefix.layers)} layers and this rank {spec.num_layers}: one stage serves all")
-    if any(b.dtype not in _DTYPES for b in spec.buffers):
-        raise ArtefactError(f"this engine's cache is {spec.buffers[0].dtype.value}: use --kv-cache-dtype auto")
-    for n, layer in enumerate(prefix.layers):
-        of_layer = [b for b in spec.buffers if b.layer == n]
-        if len(layer.kept) != heads.total or any(layer.rows[_ROWS[b.role]][0].shape[1] != b.dim for b in of_layer):
-            raise ArtefactError(f"layer {n}: its heads are not those of this engine")
-
-
-def _arrays(prefix: CompactPrefix, stored: Stored, heads: Heads) -> tuple[torch.Tensor, ...]:
-    found = []
-    for b in stored.pool.spec.buffers:
-        part = prefix.layers[b.layer].rows[_ROWS[b.role]]
-        rows = torch.stack(part[heads.first : heads.first + heads.count]).to(_DTYPES[b.dtype])
-        found.append(rows.reshape(heads.count, -1, b.tokens, b.dim).transpose(0, 1).contiguous())
-    return tuple(found)
+    return Served(key, rows, prefix.tokens, tuple(hashes), tuple(namespace.page_keys(hashes)), arrays)
 
 
 class Compacted:

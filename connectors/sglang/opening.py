@@ -9,7 +9,7 @@ from typing import Any
 from kvtier.build import open_store
 from kvtier.config import Config
 from kvtier.connectors.sglang import identity, options
-from kvtier.connectors.sglang.compacted import Compacted, Heads, load
+from kvtier.connectors.sglang.compacted import Compacted, EngineRank, load
 from kvtier.connectors.sglang.movers import Stored, check_device, codec_for, shared_by_one
 from kvtier.connectors.sglang.pools.engine import EnginePools
 from kvtier.connectors.sglang.ranks import Place
@@ -59,12 +59,10 @@ def compacted_prefixes(
     if config.compacted:
         if config.compression.live or len(stored) > 1:
             raise EngineError(
-                "the option compacted cannot be combined with compression of live caches, nor with models whose "
-                "cache is more than K and V: remove one of the two"
+                "the option compacted cannot be combined with compression of live caches, nor with models that have "
+                "windows or recurrent states beside full attention: remove one of the two"
             )
-        count = kv.pool.spec.buffers[0].heads
-        heads = Heads(place.tp_rank * count, count, count * place.tp_size)
-        served = load(config.compacted, kv, identity.plain_checkpoint(model_config, args), heads)
+        served = load(config.compacted, kv, EngineRank.of(kv.pool, place, model_config, args))
     return Compacted(served, kv, positions=model_config.context_len)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 from kvtier.errors import ArtefactError
 
 from .engine_process import EngineProcess
+from .ranked import Rank, run_ranks
 
-PAGE, ROWS, TOKENS, NEW = 16, 80, 200, 12
-CONTEXT = [(37 + i * 4) % 500 + 5 for i in range(TOKENS)]
+PAGE, ROWS, NEW = 16, 80, 12
 QUESTION = [(11 + i * 7) % 500 + 5 for i in range(70)]
 
 
@@ -25,52 +26,29 @@ class Example:
     answer: list[int]
 
 
-def model_of(folder: Path) -> Any:
-    import torch
-    import transformers
+def sets(rows: int = ROWS, heads: int = 2) -> list[Any]:
+    """Of 4 layers, each head with its own."""
+    from .compact_examples import drawn
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [drawn(n, rows, heads) for n in range(4)]
 
 
-def compact(folder: Path, path: Path, *, page: int = PAGE, **changes: Any) -> Any:
-    """A prefix of `folder`'s model in which drawn rows stay, written to `path`."""
-    from kvtier.cli.compact_run import whole_pages
-    from kvtier.compression.compaction.artefact import CompactPrefix
-    from kvtier.compression.compaction.baselines import choose
-    from kvtier.compression.compaction.prefix import Compaction, LayerSelection, Recipe
-    from kvtier.connectors.transformers.compaction import compacted, heads_of, identity_of, prefill
+def answered(folder: Path, path: Path, heads: int) -> Example:
+    """A prefix of `folder`'s model, and what transformers answers behind it."""
+    from kvtier.cli.compact import _read
+    from kvtier.connectors.transformers.compact_serving import CompactServing
 
-    model = model_of(folder)
-    cache = prefill(model, CONTEXT)
-    recipe = Recipe("random", whole_pages(TOKENS, 0.6, page), seed=3)
-    chosen = choose(recipe, TOKENS, heads_of(cache))
-    layers = list(chosen.layers)
-    if "bias" in changes:
-        import torch
+    from .compact_examples import compact, model_of
 
-        layers[0] = LayerSelection(layers[0].kept, tuple(torch.zeros(len(layers[0].kept[0])) for _ in range(4)))
-    if "shorter" in changes:
-        layers[0] = LayerSelection((layers[0].kept[0][:-1], *layers[0].kept[1:]))
-    prefix = compacted(
-        identity_of(model, "tiny", folder=folder), CONTEXT, cache, Compaction(recipe, TOKENS, tuple(layers))
-    )
-    prefix.save(path)
-    assert isinstance(prefix, CompactPrefix)
-    return prefix
+    prefix, model = compact(folder, path, sets(heads=heads)), model_of(folder)
+    with CompactServing(model, prefix, model_name="tiny") as serving:
+        answer = serving.generate([QUESTION], do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW)
+    return Example(path, _read(path)[0].key, answer[0, len(QUESTION) :].tolist())
 
 
 @pytest.fixture(scope="module")
 def example(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Example:
-    from kvtier.cli.compact import _read
-    from kvtier.connectors.transformers.compact_serving import CompactServing
-
-    path = tmp_path_factory.mktemp("compacted") / "prefix.safetensors"
-    prefix = compact(tiny, path)
-    assert len(prefix.layers[0].kept[0]) == ROWS
-    model = model_of(tiny)
-    with CompactServing(model, prefix, model_name="tiny") as serving:
-        answer = serving.generate([QUESTION], do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW)
-    return Example(path, _read(path)[0].key, answer[0, len(QUESTION) :].tolist())
+    return answered(tiny, tmp_path_factory.mktemp("compacted") / "prefix.safetensors", heads=2)
 
 
 def block(example: Example, folder: Path) -> dict[str, Any]:
@@ -90,9 +68,9 @@ def block(example: Example, folder: Path) -> dict[str, Any]:
 def start(tiny: Path, tmp_path: Path) -> Iterator[Any]:
     running: list[EngineProcess] = []
 
-    def start(example: Example, **options: Any) -> EngineProcess:
+    def start(example: Example, *, model: Path = tiny, **options: Any) -> EngineProcess:
         running.append(
-            EngineProcess(tiny, block(example, tmp_path), tmp_path / "run", page_size=PAGE, dtype="float32", **options)
+            EngineProcess(model, block(example, tmp_path), tmp_path / "run", page_size=PAGE, dtype="float32", **options)
         )
         return running[-1]
 
@@ -103,6 +81,8 @@ def start(tiny: Path, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.timeout(600)
 def test_the_tokens_are_those_of_transformers(start: Any, example: Example, other: Path) -> None:
+    from .compact_examples import CONTEXT
+
     engine = start(example, chunked_prefill_size=32)
     asked, named = [0] * ROWS + QUESTION, {"extra_key": example.key}
     first = engine.one("first", asked, tokens=NEW, more=dict(named))
@@ -159,10 +139,108 @@ def test_rows_that_are_damaged_end_the_request_and_nothing_is_computed_in_their_
     engine.stop()
 
 
+@pytest.mark.timeout(600)
+def test_the_tokens_are_those_of_transformers_over_latent_rows(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .compact_examples import latent_model
+
+    monkeypatch.setenv("KVTIER_TEST_POOLS", "1")
+    folder = latent_model(tmp_path / "model")
+    example = answered(folder, tmp_path / "prefix.safetensors", heads=1)
+    engine = start(example, model=folder, chunked_prefill_size=32)
+    asked, named = [0] * ROWS + QUESTION, {"extra_key": example.key}
+    first = engine.one("first", asked, tokens=NEW, more=dict(named))
+    assert first["ids"] == example.answer and len(set(example.answer)) > 1
+    assert first["details"] == {"device": 0, "host": ROWS}
+    engine.stored((ROWS + len(QUESTION)) // PAGE)
+    assert engine.flush()
+    restored = engine.one("restored", asked, tokens=NEW, more=dict(named))
+    assert restored["ids"] == example.answer
+    assert restored["details"] == {"device": 0, "host": (ROWS + len(QUESTION)) // PAGE * PAGE}
+    engine.stop()
+
+
+def split(rank: Rank) -> Any:
+    """Each rank has one of the two heads; then one of them loses a page."""
+    import torch
+
+    from kvtier.cli.compact import _read
+    from kvtier.compression.compaction.artefact import CompactPrefix
+
+    from . import harness
+
+    harness.Engine.layers, harness.Engine.heads = 4, 1
+    path = rank.folder / "prefix.safetensors"
+    key, prefix = _read(path)[0].key, CompactPrefix.load(path)
+    engine = rank.engine(harness.config(compacted=[str(path)]))
+    scheduler = rank.scheduler(engine)
+    scheduler.add("named", [0] * ROWS, extra_key=key)
+    scheduler.run()
+    for layer, (keys, values) in zip(prefix.layers, scheduler.rows["named"], strict=True):
+        for name, found in (("keys", keys), ("values", values)):
+            assert torch.equal(found[:, 0], layer.rows[name][rank.rank].to(found.dtype))
+    if rank.rank == 1:
+        engine.linker._store.host.delete_many([list(engine.linker.compacted.renamed.values())[2]])
+    engine.flush()
+    scheduler.add("lost", [0] * ROWS, extra_key=key)
+    scheduler.run()
+    scheduler.add("unknown", [0] * ROWS, extra_key=key[:-1] + "-")
+    scheduler.run()
+    engine.flush()
+    engine.assert_nothing_held()
+    engine.close()
+    return rank.decisions
+
+
+def test_ranks_serve_their_own_heads_and_end_a_request_together(tiny: Path, tmp_path: Path) -> None:
+    from .compact_examples import compact
+
+    compact(tiny, tmp_path / "prefix.safetensors", sets())
+    answers = run_ranks(split, tmp_path, tiny, tp=2)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == ("named", 0, ROWS)
+    assert ("lost", 0, 2 * PAGE) in answers[0] and ("lost", "failed") in answers[0]
+
+
+def staged(rank: Rank) -> str:
+    from . import harness
+
+    harness.Engine.layers = 2
+    with pytest.raises(ArtefactError) as error:
+        rank.engine(harness.config(compacted=[str(rank.folder / "prefix.safetensors")]))
+    return str(error.value)
+
+
+def test_stages_of_a_pipeline_refuse_to_start(tiny: Path, tmp_path: Path) -> None:
+    from .compact_examples import compact
+
+    compact(tiny, tmp_path / "prefix.safetensors", sets())
+    for told in run_ranks(staged, tmp_path, tiny, pp=2):
+        assert "--pp-size 1" in told and "prefix.safetensors" in told
+
+
+@pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="make test-sglang-long")
+@pytest.mark.timeout(600)
+def test_an_engine_of_two_ranks_answers_as_transformers_does(
+    start: Any, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    engine = start(example, ranks=2, tp_size=2)
+    asked, named = [0] * ROWS + QUESTION, {"extra_key": example.key}
+    first = engine.one("first", asked, tokens=NEW, more=dict(named))
+    assert first["ids"] == example.answer and first["details"] == {"device": 0, "host": ROWS}
+    refused = engine.one("unknown", asked, tokens=NEW, more={"extra_key": "kvtier-compact:" + "0" * 32})
+    assert "names no compacted prefix" in refused.get("error", "") + str(refused.get("finish"))
+    assert engine.one("after", asked, tokens=NEW, more=dict(named))["ids"] == example.answer
+    engine.stop()
+
+
 def checked(path: Path, folder: Path, **changes: Any) -> None:
     from kvtier.checkpoint import fingerprint_checkpoint
     from kvtier.codecs import registry
-    from kvtier.connectors.sglang.compacted import Heads, load
+    from kvtier.connectors.sglang.compacted import EngineRank, load
+    from kvtier.connectors.sglang.compacted_rows import Heads
     from kvtier.connectors.sglang.movers import Stored
     from kvtier.connectors.sglang.pools import DevicePool
     from kvtier.hot import HotPool
@@ -174,14 +252,19 @@ def checked(path: Path, folder: Path, **changes: Any) -> None:
     raw = registry.codec("raw")
     namespace = Namespace.of(spec, policy_of(raw), model="tiny", weights="0", dtype="fp32")
     pool = DevicePool(spec, HotPool(spec, ()))
-    load(
-        [path], Stored(pool, namespace, raw), changes.get("checkpoint", fingerprint_checkpoint(folder)), Heads(0, 2, 2)
-    )
+    rank = EngineRank(changes.get("checkpoint", fingerprint_checkpoint(folder)), Heads(0, 2, 2))
+    load([path], Stored(pool, namespace, raw), rank)
 
 
 def test_prefixes_that_cannot_be_served_are_refused_with_the_way_out(tiny: Path, other: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prefix.safetensors"
-    compact(tiny, path)
+    import torch
+
+    from kvtier.compression.compaction.prefix import LayerSelection
+
+    from .compact_examples import compact
+
+    path, (first, *rest) = tmp_path / "prefix.safetensors", sets()
+    compact(tiny, path, [first, *rest])
     checked(path, tiny)
     with pytest.raises(ArtefactError, match="another model"):
         checked(path, other)
@@ -189,10 +272,10 @@ def test_prefixes_that_cannot_be_served_are_refused_with_the_way_out(tiny: Path,
         checked(path, tiny, checkpoint=None)
     with pytest.raises(ArtefactError, match="--page-tokens 64"):
         checked(path, tiny, page=64)
-    compact(tiny, path, bias=True)
+    compact(tiny, path, [LayerSelection(first.kept, (torch.zeros(ROWS),) * 4), *rest])
     with pytest.raises(ArtefactError, match="--method kvzip"):
         checked(path, tiny)
-    compact(tiny, path, shorter=True)
+    compact(tiny, path, [LayerSelection((first.kept[0][:-1], *first.kept[1:])), *rest])
     with pytest.raises(ArtefactError, match="--selector uniform"):
         checked(path, tiny)
     raw = bytearray(path.read_bytes())
