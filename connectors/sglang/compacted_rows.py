@@ -229,4 +229,4 @@ def hadamard(dim: int) -> torch.Tensor:
     found = torch.ones(1, 1)
     while found.shape[0] < dim:
         found = torch.cat([torch.cat([found, found], dim=1), torch.cat([found, -found], dim=1)])
-    return found * dim**-0.5
+    return found.mul(dim**-0.5)
