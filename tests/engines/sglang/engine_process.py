@@ -196,8 +196,10 @@ class EngineProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if ready else ""
         if not line:
-            tail = self.log.read_text(errors="replace")[-4000:]
-            raise AssertionError(f"the engine did not answer within {limit_s} s; its log ends with:\n{tail}")
+            what = "ended" if ready else f"did not answer within {limit_s} s"
+            raise AssertionError(
+                f"the engine {what}; its log ends with:\n{self.log.read_text(errors='replace')[-4000:]}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
