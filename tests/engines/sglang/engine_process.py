@@ -197,9 +197,8 @@ class EngineProcess:
         line = self._process.stdout.readline() if ready else ""
         if not line:
             what = "ended" if ready else f"did not answer within {limit_s} s"
-            raise AssertionError(
-                f"the engine {what}; its log ends with:\n{self.log.read_text(errors='replace')[-4000:]}"
-            )
+            tail = self.log.read_text(errors="replace")[-4000:]
+            raise AssertionError(f"the engine {what}; its log ends with:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
