@@ -21,22 +21,30 @@ _TORCHAO_SHARE = 16
 
 
 class Other(NamedTuple):
+    """call: the work that is timed. cold_bytes: of what it makes, or reads. decoded: the values of the last decoding,
+    BF16 bits."""
+
     call: Callable[[], None]
     input_bytes: int
+    cold_bytes: int = 0
+    decoded: Callable[[], npt.NDArray[np.uint16]] | None = None
 
 
-def work(arrays: list[npt.NDArray[Any]], dtype: str) -> dict[tuple[str, str], Other]:
-    """Calls by name and operation, of BF16 values; none for other types."""
+def work(
+    arrays: list[npt.NDArray[Any]], dtype: str, *, torchao_share: int = _TORCHAO_SHARE
+) -> dict[tuple[str, str], Other]:
+    """Calls by name and operation, of BF16 values; none for other types. torchao_share: the part of the first array's
+    values that torchao is given."""
     if dtype != "bf16" or importlib.util.find_spec("torch") is None:
         return {}
     import torch
 
     found: dict[tuple[str, str], Other] = {}
     if importlib.util.find_spec("torchao") is not None:
-        found |= _torchao(torch, np.ascontiguousarray(arrays[0]).reshape(-1))
+        found |= _torchao(torch, np.ascontiguousarray(arrays[0]).reshape(-1), torchao_share)
     if importlib.util.find_spec("lmcache") is not None:
         found |= _lmcache(torch, np.concatenate([np.ascontiguousarray(a).reshape(-1) for a in arrays]))
-    return {key: Other(_on_one_core(torch, other.call), other.input_bytes) for key, other in found.items()}
+    return {key: other._replace(call=_on_one_core(torch, other.call)) for key, other in found.items()}
 
 
 def _on_one_core(torch: Any, call: Callable[[], Any]) -> Callable[[], None]:
@@ -51,13 +59,28 @@ def _on_one_core(torch: Any, call: Callable[[], Any]) -> Callable[[], None]:
     return alone
 
 
-def _torchao(torch: Any, bits: npt.NDArray[Any]) -> dict[tuple[str, str], Other]:
+def _bits(torch: Any, x: Any) -> npt.NDArray[np.uint16]:
+    bits: npt.NDArray[np.uint16] = x.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+    return bits
+
+
+def _torchao(torch: Any, bits: npt.NDArray[Any], share: int) -> dict[tuple[str, str], Other]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, nvfp4_quantize
 
-    x = torch.from_numpy(bits[: len(bits) // _TORCHAO_SHARE].view(np.int16)).view(torch.bfloat16).reshape(-1, 128)
-    return {(TORCHAO, "encode"): Other(lambda: nvfp4_quantize(x, 16, per_tensor_scale=None), x.nbytes)}
+    x = torch.from_numpy(bits[: len(bits) // share].view(np.int16)).view(torch.bfloat16).reshape(-1, 128)
+    stored = NVFP4Tensor.to_nvfp4(x, 16)
+    cold_bytes = stored.qdata.nbytes + stored.scale.nbytes
+    back = [x]
+
+    def decode() -> None:
+        back[0] = stored.dequantize(torch.bfloat16)
+
+    return {
+        (TORCHAO, "encode"): Other(lambda: nvfp4_quantize(x, 16, per_tensor_scale=None), x.nbytes, cold_bytes),
+        (TORCHAO, "decode"): Other(decode, x.nbytes, cold_bytes, lambda: _bits(torch, back[0])),
+    }
 
 
 def _lmcache(torch: Any, bits: npt.NDArray[Any]) -> dict[tuple[str, str], Other]:
@@ -68,8 +91,10 @@ def _lmcache(torch: Any, bits: npt.NDArray[Any]) -> dict[tuple[str, str], Other]
     back = SimpleNamespace(tensor=torch.ones_like(hot.tensor))
     stored = SimpleNamespace(tensor=torch.ones(len(bits), dtype=torch.uint8))
     serializer, deserializer = Fp8QuantizationSerializer(), Fp8QuantizationDeserializer()
-    nbytes = hot.tensor.nbytes
+    nbytes, cold_bytes = hot.tensor.nbytes, stored.tensor.nbytes
     return {
-        (LMCACHE, "encode"): Other(lambda: serializer.serialize(hot, stored, None), nbytes),
-        (LMCACHE, "decode"): Other(lambda: deserializer.deserialize(stored, back, None), nbytes),
+        (LMCACHE, "encode"): Other(lambda: serializer.serialize(hot, stored, None), nbytes, cold_bytes),
+        (LMCACHE, "decode"): Other(
+            lambda: deserializer.deserialize(stored, back, None), nbytes, cold_bytes, lambda: _bits(torch, back.tensor)
+        ),
     }
