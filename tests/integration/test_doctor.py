@@ -27,7 +27,7 @@ from kvtier.cli.doctor_line import Finding, State, refused, size
 from kvtier.config import HostTierConfig, parse_config
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, item_of, key_of
-from kvtier.testing.redis_servers import RedisServer, ask, find_server, free_port
+from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port
 
 HOST = {"type": "host", "capacity": "4MiB"}
 
@@ -258,7 +258,7 @@ def test_redis_over_tls_has_its_certificate_looked_at(tmp_path: Path, server: Re
     del server  # only for its reasons to skip
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
-    cert, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
+    cert, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", kept_port()
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3", "-subj", "/CN=redis"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)

@@ -25,9 +25,10 @@ from kvtier.ledger import Direction, Ledger, MissReason
 from kvtier.observe import Observer
 from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
+from kvtier.testing.redis_servers import kept_port
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt-get install chromium")
 
@@ -152,10 +153,10 @@ class Browser:
         try:
             self._session = ""
             self._send("Browser.close", {})
-            self.process.wait(10)
+            self.process.wait(WAIT_S)
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait()
         finally:
             self._selector.close()
             for fd in (self._in, self._out):
@@ -291,9 +292,11 @@ def test_it_keeps_up_by_itself_until_it_is_told_not_to(browser: Browser, server:
     load.ledger.error("promote")
     browser.until("document.querySelector('#summary div.bad') !== null")
     browser.js("document.getElementById('auto').click()")
-    asked = len(browser.heard("Network.requestWillBeSent"))
-    browser.js("new Promise((done) => setTimeout(done, 6000))")
-    assert len(browser.heard("Network.requestWillBeSent")) == asked
+    asked = [len(browser.heard("Network.requestWillBeSent"))]
+    while len(asked) < 5 and (len(asked) == 1 or asked[-1] > asked[-2]):  # one that was under way may be heard of late
+        browser.js("new Promise((done) => setTimeout(done, 6000))")
+        asked.append(len(browser.heard("Network.requestWillBeSent")))
+    assert asked[-1] == asked[-2], f"it asks on: {asked}"
 
 
 def test_the_past_survives_a_reload(browser: Browser, server: HttpExporter) -> None:
@@ -308,10 +311,10 @@ def test_the_past_survives_a_reload(browser: Browser, server: HttpExporter) -> N
 
 
 def test_it_says_when_the_server_is_gone_and_when_it_is_back(browser: Browser, load: Load) -> None:
-    with HttpExporter(load.ledger.registry, HttpOptions(port=0), page=load.page) as first:
+    port = kept_port()
+    with HttpExporter(load.ledger.registry, HttpOptions(port=port), page=load.page) as first:
         browser.open(first.url)
         browser.until(CONNECTED)
-        port = first.port
     browser.until("document.getElementById('state').textContent.startsWith('Not connected')")
     registry = load.ledger.registry
     with HttpExporter(registry, HttpOptions(port=port), page=StatusPage(registry)):
@@ -366,18 +369,22 @@ def test_the_keyboard_reaches_everything(browser: Browser, server: HttpExporter)
     for wanted in ("range/", "auto/", "tiers/", "plot/hits", "SUMMARY/hits", "misses/", "explain-id/", "config/"):
         assert any(name.startswith(wanted) for name in reached), f"{wanted} is not among {reached}"
     browser.js("document.querySelector('#hits .plot').focus()")
-    for _ in range(5):
+    there = ""
+    for _ in range(40):  # as far as the past is by now
         browser.key("ArrowLeft")
-    there = text_of(browser, "#hits output")
-    browser.key("ArrowRight")
+        there = text_of(browser, "#hits output")
+        if "host 60.0 %, nvme 20.0 %" in there:
+            break
     assert "host 60.0 %, nvme 20.0 %" in there
+    browser.key("ArrowRight")
     assert text_of(browser, "#hits output") not in ("", there)
     browser.js("document.querySelector('#hits summary').focus()")
     browser.key("Enter")
     # A refresh neither takes the focus away nor closes what was opened.
     browser.until("document.querySelector('#hits details').open")
-    seen = len(browser.heard("Network.responseReceived"))
+    seen, give_up = len(browser.heard("Network.responseReceived")), time.monotonic() + WAIT_S
     while len(browser.heard("Network.responseReceived")) == seen:
+        assert time.monotonic() < give_up, "it does not refresh any more"
         browser.js("new Promise((done) => setTimeout(done, 200))")
     assert browser.js("document.querySelector('#hits details').open && document.activeElement.tagName") == "SUMMARY"
 
