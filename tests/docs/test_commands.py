@@ -21,7 +21,7 @@ import typer
 
 from kvtier.cli.app import app
 from kvtier.replay.recorded import LookupRecorder
-from kvtier.testing.redis_servers import free_port
+from kvtier.testing.redis_servers import kept_port
 from tests.docs.commands import COMMANDS, Elsewhere, Run, Serve
 from tests.docs.pages import (
     ALL,
@@ -186,7 +186,7 @@ def test_consoles_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     with LookupRecorder(tmp_path / "lookups.jsonl", page_tokens=64) as engine:
         for request in range(4):
             engine.record([bytes([n]) * 32 for n in range(8 + request)], input_tokens=64 * (8 + request))
-    port, script = free_port(), ["trap 'kill -9 $(jobs -p) 2> /dev/null; wait 2> /dev/null' EXIT"]
+    port, script = kept_port(), ["trap 'kill -9 $(jobs -p) 2> /dev/null; wait 2> /dev/null' EXIT"]
     for n, step in enumerate(steps(page)):
         script += [f"echo '@@ {n}'", step.command.replace("9404", str(port))]
         script += [f"sed -i 's/9404/{port}/' *.yaml 2> /dev/null"]
