@@ -134,12 +134,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         """Every page that a lower tier is to have was offered to it."""
-        assert self.store.flush(30.0)
+        assert self.store.flush(120.0)
         assert self.store.host.unwritten(0x7F, 100) == []
 
     @rule(page=PAGES)
     def damage(self, page: int) -> None:
-        assert self.store.flush(30.0)
+        assert self.store.flush(120.0)
         if self.corrupt(page):
             self.damaged.add(page)
 
@@ -147,8 +147,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         """Requests that are open are dropped, everything that was flushed may come back, nothing else."""
-        assert self.store.flush(30.0)
-        self.store.close(30.0)
+        assert self.store.flush(120.0)
+        self.store.close(120.0)
         self.check_sums()
         self.asked.clear()
         self.protected.clear()
@@ -177,12 +177,12 @@ class StoreMachine(RuleBasedStateMachine):
             for request in list(self.asked):
                 self.store.settle(request)
             assert self.store.open_requests() == []
-            assert self.store.flush(30.0)
+            assert self.store.flush(120.0)
             self.check_sums()
             for tier in (self.store.host, *self.store.lower):
                 check_usage(tier.usage())
         finally:
-            self.store.close(30.0)
+            self.store.close(120.0)
 
 
 def check_usage(usage: TierUsage) -> None:

@@ -37,7 +37,7 @@ class HostAndNvme(StoreMachine):
             tiers[0],
             tiers[1:],
             ledger,
-            promote_deadline_s=5.0,
+            promote_deadline_s=30.0,
             rules={"nvme": self.tier_rules},
             observer=watch,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.store_machine import page_key
 
 SLOT = 4096
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def keys(*pages: int) -> list[bytes]:
@@ -108,7 +109,7 @@ def test_each_page_of_a_request_is_explained(made: list[Watched]) -> None:
     assert 0 < ready[2] <= record["waited_s"]
     assert ready[4:] == [None, None]
     assert record["pages"][0]["key"] == page_key(11).hex()[:16]
-    assert record["summary"].startswith("r1: 4 of 6 pages found, 16,384 bytes; waited 0.")
+    assert re.match(r"r1: 4 of 6 pages found, 16,384 bytes; waited \d+\.", record["summary"])
     assert w.watch.explain("r2") is None
 
 
@@ -202,8 +203,9 @@ def test_ages_fall_into_their_buckets() -> None:
 
 
 def test_slow_restores_are_counted_and_one_a_second_is_logged(
-    made: list[Watched], caplog: pytest.LogCaptureFixture
+    made: list[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvtier.observe._LOG_EVERY_S", 100 * WAIT_S)
     made.append(w := Watched(slow_restore_s=0.005))
     put(w.store, *range(1, 9))
     put(w.store, *range(11, 19))
@@ -347,7 +349,7 @@ def test_spans_of_requests_and_offloads(made: list[Watched]) -> None:
         assert part.parent.span_id == restore.context.span_id
         assert part.start_time is not None and part.end_time is not None
         assert restore.start_time is not None and restore.end_time is not None
-        slack_ns = 50_000_000  # of one clock against the other
+        slack_ns = 10_000_000_000  # of one clock against the other
         assert restore.start_time - slack_ns <= part.start_time <= part.end_time <= restore.end_time + slack_ns
     assert dict(spans["kvtier.offload"].attributes or {}) == {"kvtier.pages": 3, "kvtier.outcomes.stored": 3}
     provider.shutdown()

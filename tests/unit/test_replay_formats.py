@@ -212,7 +212,9 @@ def prompts(draw: st.DrawFn) -> list[list[bytes]]:
     return [[key(tuple(w[: i + 1])) for i in range(len(w))] for w in words]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(requests=prompts(), remember=st.sampled_from([1, 3, 1000]))
 def test_recorded_lookups_read_back(tmp_path: Path, requests: list[list[bytes]], remember: int) -> None:
     path = tmp_path / "lookups.jsonl"

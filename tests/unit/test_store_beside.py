@@ -25,7 +25,7 @@ def keys(*pages: int) -> list[bytes]:
 def put(store: TieredStore, *pages: int) -> None:
     for page in pages:
         key, data = page_key(page), page_bytes(page)
-        (slot,) = store.reserve([key], [len(data)], 5.0)
+        (slot,) = store.reserve([key], [len(data)], 120.0)
         assert isinstance(slot, Slot)
         store.host.view(slot)[:] = data
         store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
@@ -38,16 +38,16 @@ def lower() -> DictTier:
 
 @pytest.fixture
 def store(lower: DictTier) -> Iterator[TieredStore]:
-    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=30.0, lease_s=None)
+    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=120.0, lease_s=None)
     yield store
     lower.gate.set()
     store.close()
 
 
 def push_out_of_host(store: TieredStore) -> None:
-    assert store.flush(30.0)
+    assert store.flush(120.0)
     put(store, *range(100, 112))
-    assert store.flush(30.0)
+    assert store.flush(120.0)
 
 
 def test_pages_beside_others_are_pinned_and_promoted_and_count_for_nothing(store: TieredStore) -> None:
