@@ -69,16 +69,10 @@ COMMANDS: tuple[Run | Serve | Elsewhere, ...] = (
     ),
     # ---- engines
     Elsewhere(
-        r"sglang serve .* --kv-connector kvtier .*",
-        "needs SGLang; these start its engine with the same options",
-        "tests/engines/sglang/engine_process.py",
-        '"kv_connector": "kvtier"',
-    ),
-    Elsewhere(
-        r"sglang serve .* --kv-connector kvtier-hicache .*",
+        r"sglang serve .* --kv-connector (kvtier|kvtier-hicache) .*",
         "needs SGLang",
-        "tests/engines/sglang/test_hicache_engine.py",
-        "kvtier-hicache",
+        "tests/engines/sglang/test_launchers.py",
+        'pytest.param("serve", "kvtier")',
     ),
     Elsewhere(
         r"sglang serve .* --kv-cache-compression-config .*",
