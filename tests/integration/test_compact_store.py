@@ -139,7 +139,7 @@ def test_a_damaged_or_partial_prefix_is_a_miss(tmp_path: Path) -> None:
     identity = identity_of(model, "tiny")
     with CompactStore.open(block(tmp_path, host="8MiB")) as store:
         store.put(fitted(model, ids))
-        assert store.store.flush(30)
+        assert store.store.flush(120)
         host = store.store.host
         keys = [key for key, _ in host.scan()]
         # One of its pages is deleted everywhere: the rest must not be taken for it.
@@ -191,11 +191,11 @@ def test_stored_evicted_to_nvme_and_continued_in_a_new_process(quant: str, tmp_p
         if quant != "none":  # what its own rows are after the codec, once, is what must come back
             prefix = store.get(identity_of(model, "tiny"), ids, RECIPE)
             assert prefix is not None
-        assert store.store.flush(30)
+        assert store.store.flush(120)
         before = {key for key, _ in store.store.host.scan()}
         for seed in range(100, 150):  # others take its room
             store.put(fitted(model, ids, replace(RECIPE, seed=seed)))
-            assert store.store.flush(30)
+            assert store.store.flush(120)
             if not before & {key for key, _ in store.store.host.scan()}:
                 break
         else:

@@ -298,7 +298,7 @@ def test_ten_thousand_connections_leak_nothing(server: CacheServer) -> None:
         return server.stats.totals()["connections"] + server.stats.totals()["rejected"]
 
     make(10)
-    grown = []
+    grown: list[int] = []
     while min(grown, default=MIB << 10) >= 16 * MIB and len(grown) < 4:  # allocators stop to grow, a leak does not
         settled = rss_bytes(os.getpid())
         make(30)

@@ -15,6 +15,11 @@ from kvtier.errors import CodecError
 from kvtier.kernels.nvfp4 import reference
 
 
+@pytest.fixture(autouse=True)
+def _same_values() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_torch_in_torch_out(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 64).to(dtype)
