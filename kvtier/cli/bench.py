@@ -115,6 +115,10 @@ def sglang(
     ] = None,
     cold: Annotated[int | None, typer.Option(help="New prompts per engine; default 9.")] = None,
     hits: Annotated[int | None, typer.Option(help="Restores of each of two prompts; default 4.")] = None,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Only what it costs when nothing is found, with the noise beside it.")
+    ] = False,
+    pairs: Annotated[int | None, typer.Option(help="With --cost: new prompts per engine at most; default 120.")] = None,
     directory: Annotated[
         Path | None, typer.Option(help="On the disk to measure. Default: where temporary files go.")
     ] = None,
@@ -122,18 +126,22 @@ def sglang(
     as_json: AsJson = False,
 ) -> None:
     """Time to the first token of a reused prefix in the real SGLang: recomputed, its own cache, both connectors."""
-    at_least(6, cold=cold)
+    at_least(6, cold=cold, pairs=pairs)
     at_least(1, hits=hits)
     for name, folder in (("--directory", directory), ("--report", report)):
         if folder is not None:
             check_writable(name, folder)
-    chosen = {"models": model, "codecs": codec, "cold": cold, "hits": hits}
+    chosen = {"models": model, "codecs": codec, "cold": cold, "hits": hits, "cost": cost, "pairs": pairs}
     options: dict[str, Any] = {"directory": directory, "report": report}
     options |= {name: value for name, value in chosen.items() if value}
-    _show("kvtier.cli.bench_sglang", "sglang", as_json, options, _SGLANG_COLUMNS)
+    _show("kvtier.cli.bench_sglang", "sglang", as_json, options, _SGLANG_COST_COLUMNS if cost else _SGLANG_COLUMNS)
 
 
 _SGLANG_COLUMNS = ("model", "system", "codec", "served_from", "ttft_s", "runs", "scheduler_ms", "cost_percent")
+_SGLANG_COST_COLUMNS = (
+    *("model", "system", "codec", "runs", "ttft_s", "cost_percent", "cost_least_percent", "cost_most_percent"),
+    *("thread_percent", "process_percent"),
+)
 
 
 def _check_impls(names: list[str]) -> None:

@@ -10,7 +10,8 @@ and plain copies in the place of the kernels of its host pools.
 - ``kvtier linker`` and ``kvtier staged``: the two connectors, each with a host tier with room for one prompt, so that
   another prompt's pages come from NVMe. ``nothing`` is a prompt that is looked up and not found; cost_percent is what
   it takes longer than in the engine without kvtier, by pairs of the same prompt one after the other, with the interval
-  that holds the median of such pairs with 95 percent.
+  that holds the median of such pairs with 95 percent (`kvtier.cli.bench_sglang_cost`).
+- ``sglang again``, where only this cost is asked for: a second engine without kvtier, whose cost is the noise.
 - scheduler_ms: taken from the scheduler's thread beside the forward, per request, by SGLang and what is behind it:
   queue_ms (it is queued, and looked up), schedule_ms (until its batch is built), finish_ms (what was computed is
   inserted and copied out). lookup_us, load_us, offload_us: of these, kvtier's own, means per call of the whole run; the
@@ -20,20 +21,20 @@ and plain copies in the place of the kernels of its host pools.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from math import comb
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtier.cli import bench_sglang_cost
+from kvtier.cli.bench_sglang_cost import AGAIN
 from kvtier.cli.bench_sglang_process import EngineProcess, Served
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError
 
@@ -41,6 +42,7 @@ PROMPT_TOKENS = 1000
 PAGE_TOKENS = 64
 PAGES = PROMPT_TOKENS // PAGE_TOKENS
 COLD, HITS = 9, 4
+COST_PAIRS = 120
 MODELS = ("tiny", "smollm2")
 PLAIN, FILE, LINKER, STAGED = "sglang", "sglang, hicache file", "kvtier linker", "kvtier staged"
 _DEVICE_TOKENS = 2 * (PAGES + 2) * PAGE_TOKENS
@@ -68,11 +70,14 @@ def run(
     codecs: Sequence[str] = ("auto", "none"),
     cold: int = COLD,
     hits: int = HITS,
+    cost: bool = False,
+    pairs: int = COST_PAIRS,
     directory: Path | None = None,
     report: Path | None = None,
 ) -> list[Row]:
     """Rows of ``{"model", "system", "codec", "served_from", "prompt_tokens", "ttft_s", ...}``, medians of the runs.
-    cold: prompts that nobody knows, per engine. hits: restores of each of two prompts. Progress goes to standard error.
+    cold: prompts that nobody knows, per engine. hits: restores of each of two prompts. cost: no restores, but as many
+    new prompts as it takes to see what they cost, at most `pairs`. Progress goes to standard error.
     Raises KVTierError where SGLang is missing, or an engine does not do what it should."""
     if importlib.util.find_spec("sglang") is None:
         raise MissingExtraError(
@@ -89,9 +94,11 @@ def run(
             # What a random model of 4 layers computes in no time says nothing about forms.
             for codec in codecs if name != "tiny" else codecs[-1:]:
                 where = Path(folder) / f"{name}-{codec}"
-                rows += _measure(
-                    name, codec, where, cold, hits, console, everything=codec == codecs[0] or name == "tiny"
-                )
+                if cost:
+                    rows += _measure_cost(name, codec, where, pairs, console)
+                else:
+                    everything = codec == codecs[0] or name == "tiny"
+                    rows += _measure(name, codec, where, cold, hits, console, everything=everything)
     if report is not None:
         from kvtier.cli.bench_sglang_report import write
 
@@ -118,6 +125,22 @@ def _measure(
         _cold(systems, cold, done)
         progress.console.print(f"{model}, {codec}: {cold} new prompts each; now restores")
         _hits(systems, hits, done)
+        for system in systems:
+            if system.ours:
+                system.calls_us.update(system.engine.calls_us())
+    return [row for system in systems for row in _rows(model, system, systems[0])]
+
+
+def _measure_cost(model: str, codec: str, folder: Path, pairs: int, console: Console) -> list[Row]:
+    with _engines(model, codec, folder, [PLAIN, AGAIN, LINKER, STAGED]) as systems:
+        console.print(f"{model}, {codec}: {len(systems)} engines serve")
+        first, again = systems[0].samples, systems[1].samples
+        for n in range(pairs):
+            _new_prompt(systems, n, lambda: None)
+            if bench_sglang_cost.enough(again["recompute"], first["recompute"]):
+                break
+            if n % 10 == 9:
+                console.print(f"{model}, {codec}: {n + 1} new prompts each")
         for system in systems:
             if system.ours:
                 system.calls_us.update(system.engine.calls_us())
@@ -201,7 +224,7 @@ def _options(name: str, codec: str, page_bytes: int, folder: Path) -> dict[str, 
             "hicache_storage_prefetch_policy": "wait_complete",
             "file_storage_path": str(folder / "pages"),
         }
-    if name == PLAIN:
+    if name in (PLAIN, AGAIN):
         return options
     block = {
         "kv_cache_compression_config": [_quantization(codec)],
@@ -227,15 +250,19 @@ def prompt(n: int) -> list[int]:
 def _cold(systems: Sequence[_System], rounds: int, done: Callable[[], None]) -> None:
     """Prompts that nobody has seen, the same for all; who is first changes from round to round."""
     for n in range(rounds):
-        for system in (*systems[n % len(systems) :], *systems[: n % len(systems)]):
-            served = system.engine.serve(f"cold {n}", prompt(n))
-            if served.reused:
-                raise KVTierError(f"{system.name}: {served.reused} tokens of a new prompt were reused: {served}")
-            system.samples["nothing" if system.name != PLAIN else "recompute"].append(served)
-            system.engine.settle()
-            done()
+        _new_prompt(systems, n, done)
     for system in systems:
         system.engine.flush()
+
+
+def _new_prompt(systems: Sequence[_System], n: int, done: Callable[[], None]) -> None:
+    for system in (*systems[n % len(systems) :], *systems[: n % len(systems)]):
+        served = system.engine.serve(f"cold {n}", prompt(n))
+        if served.reused:
+            raise KVTierError(f"{system.name}: {served.reused} tokens of a new prompt were reused: {served}")
+        system.samples["recompute" if system.name in (PLAIN, AGAIN) else "nothing"].append(served)
+        system.engine.settle()
+        done()
 
 
 def _hits(systems: Sequence[_System], rounds: int, done: Callable[[], None]) -> None:
@@ -310,31 +337,7 @@ def _rows(model: str, system: _System, plain: _System) -> Iterator[Row]:
             "finish_ms": round(1e3 * statistics.median(run.finish_s for run in runs), 3),
             "attention_replaced": True,
         }
-        if place == "nothing":
-            row |= _cost(runs, plain.samples["recompute"])
+        if place == "nothing" or system.name == AGAIN:
+            row |= bench_sglang_cost.differences(runs, plain.samples["recompute"])
             row |= {f"{call}_us": round(us, 1) for call, us in system.calls_us.items()}
         yield row
-
-
-def _cost(runs: Sequence[Served], without: Sequence[Served]) -> Row:
-    """How much longer the same prompts took, in percent: the median of the pairs, and an interval for it."""
-    pairs = sorted(100 * (a.ttft_s / b.ttft_s - 1) for a, b in zip(runs, without, strict=True))
-    least, most = _median_interval(pairs)
-    return {
-        "cost_percent": round(statistics.median(pairs), 2),
-        "cost_least_percent": round(least, 2),
-        "cost_most_percent": round(most, 2),
-        "thread_percent": round(
-            100
-            * statistics.median((a.scheduler_s - b.scheduler_s) / b.ttft_s for a, b in zip(runs, without, strict=True)),
-            3,
-        ),
-    }
-
-
-def _median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with 95 percent, or the whole range where they are too few."""
-    n = len(values)
-    outside = itertools.accumulate(comb(n, k) / 2**n for k in range(n // 2))
-    first = max((k for k, p in enumerate(outside) if 2 * p <= 0.05), default=0)
-    return values[first], values[n - 1 - first]

@@ -21,6 +21,9 @@ TIMES = "KVTIER_BENCH_TIMES"
 BATCHES = "batches"
 """Its name for how many batches that were."""
 
+THREAD_CPU, PROCESS_CPU = "thread_cpu", "process_cpu"
+"""Its names for the CPU time of the scheduler's thread in the calls below, and of all threads of its process."""
+
 _TIMED = {
     "queue": "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
     "schedule": "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
@@ -34,18 +37,21 @@ def time_scheduler(path: Path) -> None:
     """Time these calls, hooks of every plugin included."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    spent = dict.fromkeys((*_TIMED, BATCHES), 0.0)
+    spent = dict.fromkeys((*_TIMED, THREAD_CPU, PROCESS_CPU, BATCHES), 0.0)
 
     def timed(name: str) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             counts = name != "schedule" or bool(args[0].waiting_queue)  # an idle scheduler looks, too
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.thread_time()
             try:
                 return original(*args, **kwargs)
             finally:
-                spent[name] += time.perf_counter() - start if counts else 0.0
+                if counts:
+                    spent[name] += time.perf_counter() - start
+                    spent[THREAD_CPU] += time.thread_time() - cpu
                 if name == "finish":
                     spent[BATCHES] += 1
+                    spent[PROCESS_CPU] = time.process_time()
                     half = path.with_suffix(".new")
                     half.write_text(json.dumps(spent))
                     half.replace(path)

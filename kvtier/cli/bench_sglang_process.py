@@ -23,11 +23,14 @@ _START_S = 420.0
 _ANSWER_S = 120.0
 _SETTLE_S = 30.0
 _PAUSE_S = 0.2
+_SPENT = ("queue", "schedule", "finish", bench_sglang_engine.THREAD_CPU, bench_sglang_engine.PROCESS_CPU)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """details: reused tokens by where SGLang says that they were. The rest in seconds of the scheduler's thread."""
+    """details: reused tokens by where SGLang says that they were. queue_s to finish_s: of the scheduler's thread, and
+    its CPU time in them; process_cpu_s: of all threads of its process, from the end of the last request to the end of
+    this, so that copying out what the last one computed is in it."""
 
     ttft_s: float
     token: int
@@ -35,6 +38,8 @@ class Served:
     queue_s: float
     schedule_s: float
     finish_s: float
+    thread_cpu_s: float
+    process_cpu_s: float
 
     @property
     def reused(self) -> int:
@@ -52,7 +57,7 @@ class EngineProcess:
         folder.mkdir(parents=True)
         self._times = folder / "times.json"
         self._port: int | None = None
-        self._spent = dict.fromkeys(("queue", "schedule", "finish", bench_sglang_engine.BATCHES), 0.0)
+        self._spent = dict.fromkeys((*_SPENT, bench_sglang_engine.BATCHES), 0.0)
         block = options.pop("kv_connector_config", None)
         if block is not None:
             self._port = _free_port()
@@ -103,7 +108,7 @@ class EngineProcess:
         spent = self._spent
         took = {name: spent[name] - before[name] for name in spent}
         details = {k: v for k, v in answer["details"].items() if isinstance(v, int)}
-        return Served(answer["ttft_s"], answer["token"], details, took["queue"], took["schedule"], took["finish"])
+        return Served(answer["ttft_s"], answer["token"], details, *(took[name] for name in _SPENT))
 
     def _spent_after(self, batches: float) -> dict[str, float]:
         """What the scheduler has spent by the end of a later batch than that: it answers before it has finished it."""

@@ -11,7 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-NAME = "sglang-ttft.md"
+from kvtier.cli import bench_sglang_cost
+from kvtier.cli.bench_sglang_cost import AGAIN
+
+NAME, COST_NAME = "sglang-ttft.md", "sglang-miss.md"
 _MODELS = {"tiny": "a random Llama of 4 layers", "smollm2": "SmolLM2-135M-Instruct"}
 _WIDTH = 120
 _CALLS = ("lookup_us", "offload_us", "load_us")
@@ -19,10 +22,61 @@ _PLACES = {"recompute": "computed", "nothing": "computed, looked up and not foun
 
 
 def write(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Write `NAME` into `folder`; returns its path."""
-    path = folder / NAME
-    path.write_text("\n".join(_lines(rows)) + "\n")
+    """Write `NAME` into `folder`, or `COST_NAME` where only this cost was asked for; returns its path."""
+    cost = any(row["system"] == AGAIN for row in rows)
+    path = folder / (COST_NAME if cost else NAME)
+    path.write_text("\n".join(_cost_lines(rows) if cost else _lines(rows)) + "\n")
     return path
+
+
+def _cost_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "# What kvtier costs SGLang where nothing is found"
+    yield ""
+    yield from textwrap.wrap(
+        f"{datetime.date.today().isoformat()}. SGLang {version('sglang')} in FP32 on {os.cpu_count()} CPUs "
+        f"({_processor()}), no accelerator; new prompts of {rows[0]['prompt_tokens']:,} tokens in pages of 64, which "
+        "are looked up, computed, and copied out. All engines of a table ran at once and took turns with the same "
+        f"prompts, another one first each time. `{AGAIN}` is a second engine without kvtier: how far two that are "
+        "alike differ is what can be told apart. Prompts were added until that was within "
+        f"{bench_sglang_cost.ENOUGH_PERCENT:.0f} %, or to the number allowed. SGLang's attention for CPUs was replaced "
+        "by one that pays for new tokens only.",
+        _WIDTH,
+    )
+    yield ""
+    yield "    env=$(tools/env-engine.sh sglang | tail -n 1)"
+    yield "    $env/bin/kvtier bench sglang --cost --report docs/results"
+    for model in dict.fromkeys(row["model"] for row in rows):
+        yield ""
+        yield f"## {_MODELS.get(model, model)}"
+        yield from _cost_table([row for row in rows if row["model"] == model])
+
+
+def _cost_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    yield from textwrap.wrap(
+        "By pairs of the same prompt, in percent of the time to the first token without kvtier, medians and the "
+        "interval that holds the median with 95 percent: the time to the first token; CPU time that the scheduler's "
+        "thread spent beside its forward, SGLang's own work subtracted; and in percent of all that the process "
+        "spent, its CPU time on all threads, encoding included. kvtier's own calls on the scheduler's thread are "
+        "means, in microseconds.",
+        _WIDTH,
+    )
+    yield ""
+    yield "| system | pages as | pairs | first token, s | first token later | scheduler's thread | process | calls |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for row in rows:
+        calls = ", ".join(f"{name[:-3]} {row[name]:.0f}" for name in _CALLS if name in row)
+        yield (
+            f"| {row['system']} | {row['codec']} | {row['runs']} | {row['ttft_s']:.3f} | {_percents(row, 'cost', 1)} | "
+            f"{_percents(row, 'thread', 2)} | {_percents(row, 'process', 1)} | {calls} |"
+        )
+
+
+def _percents(row: dict[str, Any], name: str, digits: int) -> str:
+    if f"{name}_percent" not in row:
+        return ""
+    median, least, most = (f"{row[f'{name}{which}_percent']:+.{digits}f}" for which in ("", "_least", "_most"))
+    return f"{median} % ({least} to {most})"
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
