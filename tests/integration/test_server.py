@@ -485,9 +485,10 @@ def test_kill_9_during_overwrites_brings_no_old_value_back(tmp_path: Path) -> No
                 value = client.get(name)
                 assert value is None or int(value[:8]) >= number, (turn, name)
             timer = threading.Timer(0.5, process.kill)
-            timer.start()
             try:
-                for n in itertools.count(10_000 * turn):
+                for n in itertools.count(first := 1_000_000 * turn):
+                    if n == first + 50:
+                        timer.start()
                     name = f"k{n % 23}"
                     client.set(name, b"%08d" % n + bytes(20_000))
                     acknowledged[name] = n
