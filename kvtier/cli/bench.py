@@ -95,6 +95,9 @@ def lmcache(
         Path | None, typer.Option(help="On the disk to measure. Default: where temporary files go.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="The more, the less it matters what else runs; default 7.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Speed of the way to Redis, such as 10gbit; as root. Default: loopback as it is.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Behind LMCache, beside its own adapters: chunks stored and loaded on the same disk and the same Redis."""
@@ -104,6 +107,10 @@ def lmcache(
     options: dict[str, Any] = {"directory": directory}
     if rounds is not None:
         options["rounds"] = rounds
+    if link is not None:
+        from kvtier.cli.shaped_link import parse_rate
+
+        options["link_bits_per_s"] = parse_rate("--link", link)
     _show("kvtier.cli.bench_lmcache", "lmcache", as_json, options)
 
 

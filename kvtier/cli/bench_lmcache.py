@@ -31,6 +31,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli import shaped_link
 from kvtier.cli.bench_lmcache_chunks import Chunks, keys_named
 from kvtier.cli.bench_lmcache_systems import System, open_adapter, systems
 from kvtier.errors import KVTierError, MissingExtraError
@@ -71,6 +72,7 @@ def run(
     round_bytes: int = ROUND_BYTES,
     kv: Path | None = None,
     names: Sequence[str] | None = None,
+    link_bits_per_s: float | None = None,
     told: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Row]:
     """``{"system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "p50_ms", "p99_ms", "samples", "at_rest",
@@ -78,9 +80,14 @@ def run(
     machine hits all alike.
 
     kv: a model's K and V, which are stored in the place of random values: ``[2, layers, tokens, heads, dim]``, the bits
-    of BF16 values as uint16, in numpy's format. names: of the systems, instead of all. told: progress, in turns.
+    of BF16 values as uint16, in numpy's format. names: of the systems, instead of all. link_bits_per_s: of the way
+    to Redis, both directions together, for which this process leaves the machine's network for good. told: progress,
+    in turns.
+
     Raises KVTierError where LMCache or a Redis server is missing, or a chunk is lost or comes back wrong."""
     _check_installed()
+    if link_bits_per_s is not None:
+        shaped_link.enter(link_bits_per_s)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as name, ExitStack() as stack:
         folder = Path(name)
