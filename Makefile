@@ -68,7 +68,8 @@ test-long: ## Kill a writer 200 times, open a million pages, torture for ten min
 	"$${python%/*}/kvtier" torture --seconds 600 $(TORTURE_ARGS)
 
 docs: ## Build the site from README.md, docs/ and docstrings into build/site; warnings and broken links are errors
-	@$(call in,docs); "$$python" -m sphinx -W --keep-going -q -b html -d build/site-state -c tools/docs_site . build/site; \
+	@$(call in,docs); rm -rf build/site; \
+	"$$python" -m sphinx -W --keep-going -q -E -b html -d build/site-state -c tools/docs_site . build/site; \
 	echo "build/site/index.html"
 
 deploy-render: ## Render the Helm chart's examples to deploy/k8s, and bring its copies of other files up to date
