@@ -19,6 +19,8 @@ def file_of(block: Block) -> str:
 
 
 def write_files(page: Path, folder: Path) -> None:
+    """Beside them pytest's settings, which would else be sought in the folders above."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
     for block in python_blocks(page):
         if file_of(block):
             (folder / file_of(block)).write_text(block.text + "\n")

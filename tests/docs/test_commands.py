@@ -38,7 +38,7 @@ from tests.docs.pages import (
 )
 from tests.docs.snippets import write_files
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 OF_GUIDE = [command for page in GUIDE for command in commands(page)]
 
 

@@ -20,7 +20,7 @@ from tests.docs.commands import PYTHON
 from tests.docs.pages import ALL, GUIDE, ROOT, blocks, name_of
 from tests.docs.snippets import file_of, python_blocks, write_files
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 def test_every_block_is_listed() -> None:
