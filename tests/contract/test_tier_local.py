@@ -10,7 +10,8 @@ from kvtier.storage_backends.host.tier import HostTier
 from kvtier.storage_backends.nvme.striped import StripedNvmeTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import data_of
-from kvtier.testing.tiers import StagingTierTests, TierTests
+from kvtier.testing.staging_tiers import StagingTierTests
+from kvtier.testing.tiers import TierTests
 
 
 def flip_on_disk(directory: Path, key: bytes, nbytes: int, bit: int) -> None:
