@@ -87,13 +87,16 @@ class Namespace:
     def page_keys(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Keys of pages by the engine's page hashes (any bytes, each chained over its prefix): BLAKE2b-256 of the
         hash, keyed with the namespace digest."""
-        pages = list(hashes)
-        digest = self.digest
-        lengths = {len(h) for h in pages}
-        if len(lengths) != 1 or 0 in lengths:
-            return [hashlib.blake2b(h, key=digest, digest_size=KEY_BYTES).digest() for h in pages]
-        packed = _native.page_keys(digest, b"".join(pages), lengths.pop())
-        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        return page_keys_of(self.digest, list(hashes))
+
+
+def page_keys_of(digest: bytes, hashes: Sequence[bytes]) -> list[bytes]:
+    """As `Namespace.page_keys`, of the namespace with this digest."""
+    lengths = {len(h) for h in hashes}
+    if len(lengths) != 1 or 0 in lengths:
+        return [hashlib.blake2b(h, key=digest, digest_size=KEY_BYTES).digest() for h in hashes]
+    packed = _native.page_keys(digest, b"".join(hashes), lengths.pop())
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
 def seed_of(key: bytes) -> int:
@@ -153,5 +156,6 @@ __all__ = [
     "checksum",
     "fingerprint_weights",
     "page_hashes",
+    "page_keys_of",
     "seed_of",
 ]

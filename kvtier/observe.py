@@ -25,6 +25,7 @@ from kvtier.workers import WorkerPool
 
 if TYPE_CHECKING:
     from kvtier.breakeven import BreakEven
+    from kvtier.inventory import Inventory
     from kvtier.replay.recorded import LookupRecorder
     from kvtier.telemetry import Spans
 
@@ -49,6 +50,9 @@ class ObserveOptions:
 
 class Observer:
     """Watches nothing. The contract, and what a store has that was opened without one."""
+
+    inventory: Inventory | None = None
+    """Of the store that is watched, for the status page; None: nobody may ask over HTTP."""
 
     def page_holds(self, tokens: int) -> None:
         """Pages hold so many tokens; called before the first of them moves. May raise what keeps an engine from

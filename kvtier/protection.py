@@ -20,6 +20,7 @@ class Protection:
         self._limit_bytes = host.usage().capacity_bytes // _SHARE
         self._lock = threading.Lock()
         self._bytes: dict[bytes, int] = {}  # in the host tier, by page
+        self._sum_bytes = 0
 
     def add(self, keys: Sequence[bytes], except_for: Container[bytes]) -> list[bool]:
         """Which of the pages are protected now: those that a tier has, as far as the limit allows."""
@@ -27,9 +28,10 @@ class Protection:
         with self._lock:
             for key in keys:
                 nbytes = -(-max(tier.length_many([key])[0] for tier in self._tiers) // SLOT_ALIGN) * SLOT_ALIGN
-                fits = key in self._bytes or sum(self._bytes.values()) + nbytes <= self._limit_bytes
+                fits = key in self._bytes or self._sum_bytes + nbytes <= self._limit_bytes
                 done.append(nbytes > 0 and fits and key not in except_for)
                 if done[-1]:
+                    self._sum_bytes += nbytes - self._bytes.get(key, 0)
                     self._bytes[key] = nbytes
                     for tier in self._tiers:
                         tier.protect_many([key], True)
@@ -46,7 +48,12 @@ class Protection:
         if self._bytes:
             with self._lock:
                 for key in keys:
-                    self._bytes.pop(key, None)
+                    self._sum_bytes -= self._bytes.pop(key, 0)
+
+    def pages(self) -> frozenset[bytes]:
+        """Those that are protected now."""
+        with self._lock:
+            return frozenset(self._bytes)
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """Pages were stored in the host tier, maybe protected ones that had left it."""

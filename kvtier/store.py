@@ -12,12 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from kvtier.abc.tier import (
-    LENGTH_UNKNOWN,
     PageMeta,
     PutStatus,
     Removal,
@@ -26,8 +24,11 @@ from kvtier.abc.tier import (
     StagingTier,
     Tier,
 )
+from kvtier.below import Below
 from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
+from kvtier.evicted import Evicted
+from kvtier.inventory import Inventory
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import UNPINNED, Lookup
 from kvtier.observe import Observer
@@ -41,7 +42,6 @@ from kvtier.workers import WorkerPool
 _log = logging.getLogger(__name__)
 
 _TIER_CLOSE_S = 0.5
-_REMEMBERED_EVICTIONS = 65536
 _LOWER_TIERS_MAX = 7
 
 
@@ -93,9 +93,8 @@ class TieredStore:
         self._changed = threading.Condition(self._lock)
         self._lookups: dict[str, Lookup] = {}
         self.observer = observer if observer is not None else Observer()
-        self._evicted: dict[bytes, float] = {}  # when; seconds of the monotonic clock
-        self._evicted_lock = threading.Lock()
-        self._deleting: Counter[bytes] = Counter()  # lower tiers that still have to delete a page
+        self._evicted = Evicted()
+        self._below = Below(lower)
         self._protection = Protection(host, lower)
         self._closed = False
         self._room = Room(host, self._make_evictable)
@@ -132,18 +131,14 @@ class TieredStore:
         for tier in (host, *lower):
             self.ledger.watch(tier.name, tier.usage)
             tier.set_removal_listener(partial(self._removed, tier.name))
+        self.inventory = Inventory(self)
+        self.observer.inventory = self.inventory
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def known_below(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether a local lower tier already has each page. Index only."""
-        known = [False] * len(keys)
-        for tier in self.lower:
-            if not tier.capabilities.shared:
-                known = [a or b for a, b in zip(known, tier.contains_many(keys), strict=True)]
-        if self._deleting:
-            known = [has and key not in self._deleting for key, has in zip(keys, known, strict=True)]
-        return known
+        return self._below.known(keys)
 
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int], wait_s: float = 0.0) -> list[Slot | PutStatus]:
         """Host slots to fill, or why not. With `wait_s` it waits that long for pages being spilled to become evictable:
@@ -187,14 +182,11 @@ class TieredStore:
         on none of them is found, nor arrives from below. replaced: whoever wanted them finds other pages in their
         place, so that this is no news to observers."""
         with self._lock:
-            if self._spillers and not self._closed:
-                for key in keys:
-                    self._deleting[key] += len(self._spillers)
+            if not self._closed:
+                self._below.delete(keys)
             self._protection.forget(keys)
             self._promotions.cancel(keys)
-        with self._evicted_lock:
-            for key in keys:
-                self._evicted.pop(key, None)
+        self._evicted.forget(keys)
         self.host.delete_many(keys)
         if not replaced:
             self.observer.deleted(keys)
@@ -204,25 +196,26 @@ class TieredStore:
     def deleting(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether pages that were deleted may still be in a lower tier."""
         with self._lock:
-            return [key in self._deleting for key in keys]
+            return [key in self._below.deleting for key in keys]
 
     def _deleted_below(self, keys: list[bytes]) -> None:
         with self._lock:
-            for key in keys:
-                self._deleting[key] -= 1
-                if self._deleting[key] <= 0:
-                    del self._deleting[key]
+            self._below.deleted(keys)
 
     def protect(self, keys: Sequence[bytes]) -> list[bool]:
         """Keep pages from being evicted from the local tiers that have them, until `unprotect` or the end of the
         process; which of them are. Not those that no tier here has, nor what exceeds half of the host tier."""
         with self._lock:
-            return self._protection.add(keys, self._deleting)
+            return self._protection.add(keys, self._below.deleting)
 
     def unprotect(self, keys: Sequence[bytes]) -> None:
         """Pages may make room again, like any other."""
         self._protection.end(keys)
         self._room.freed()
+
+    def protected(self) -> frozenset[bytes]:
+        """Pages that are kept so."""
+        return self._protection.pages()
 
     def write_down(self, keys: Sequence[bytes]) -> None:
         """Have pages written to the lower tiers now that would be written when they are about to leave host memory."""
@@ -372,10 +365,9 @@ class TieredStore:
 
     def _tell_misses(self, lookup: Lookup) -> None:
         """How long ago evicted pages left, and which absent ones are stored under another namespace."""
-        now = time.monotonic()
         evicted = [lookup.keys[i] for i, why in lookup.misses.items() if why is MissReason.EVICTED]
         if evicted:
-            self.ledger.evicted_ages([now - self._evicted.get(key, now) for key in evicted])
+            self.ledger.evicted_ages(self._evicted.ages_s(evicted))
         absent = [i for i, why in lookup.misses.items() if why is MissReason.ABSENT] if lookup.hashes else []
         if absent:
             hashes, keys = [lookup.hashes[i] for i in absent], [lookup.keys[i] for i in absent]
@@ -400,11 +392,11 @@ class TieredStore:
         if UNPINNED not in pins and not slow:
             return
         absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
-        below, down = self._find_below([(i, lookup.keys[i]) for i in absent])
+        below, down = self._below.find([(i, lookup.keys[i]) for i in absent])
         # What only a shared tier can have is asked for by a worker, and counts as on its way until that knows.
         maybe = {i for i in absent if i not in below} if self._has_shared else set()
-        if self._deleting:
-            maybe = {i for i in maybe if lookup.keys[i] not in self._deleting}
+        if self._below.deleting:
+            maybe = {i for i in maybe if lookup.keys[i] not in self._below.deleting}
         declined = self._decline(lookup, below, unknown, slow)
         reach = len(lookup.keys)
         if not lookup.sparse:
@@ -455,21 +447,6 @@ class TieredStore:
             self._unpin([pin for i in here for pin in lookup.fail(i, MissReason.DECLINED)])
             declined.update(here)
         return declined
-
-    def _find_below(self, pages: list[tuple[int, bytes]]) -> tuple[dict[int, str], set[int]]:
-        """The local tier that has each page, and pages of which only one that is out of service knows. Index only."""
-        found: dict[int, str] = {}
-        down: set[int] = set()
-        for tier in self.lower:
-            if tier.capabilities.shared:
-                continue
-            left = [(i, key) for i, key in pages if i not in found and key not in self._deleting]
-            for (i, _), nbytes in zip(left, tier.length_many([key for _, key in left]), strict=True):
-                if nbytes >= 0:
-                    found[i] = tier.name
-                elif nbytes == LENGTH_UNKNOWN:
-                    down.add(i)
-        return found, down.difference(found)
 
     # -- house-keeping -----------------------------------------------------------------------------------------------
 
@@ -526,13 +503,7 @@ class TieredStore:
             self._on_removed(keys, removal)
         if removal is not Removal.EVICTED:
             return
-        with self._evicted_lock:
-            now = time.monotonic()
-            for key in keys:
-                self._evicted.pop(key, None)  # to the end: it has only just left
-                self._evicted[key] = now
-            while len(self._evicted) > _REMEMBERED_EVICTIONS:
-                del self._evicted[next(iter(self._evicted))]
+        self._evicted.add(keys)
         if tier != self.host.name:
             self._spillers[tier].evicted_below(keys)
             return

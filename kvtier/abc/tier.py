@@ -184,6 +184,15 @@ class Tier(ABC):
         Does nothing where the tier keeps no order of its own."""
         return 0
 
+    def note(self, data: bytes) -> None:
+        """Keep `data`, which describes what is stored, beside the pages, in place of an earlier note. Never raises:
+        it only helps people. Nothing where pages do not outlive the process, or are not this process's alone."""
+        return
+
+    def notes(self) -> list[bytes]:
+        """What is kept by `note`, of every place that the tier has; found on opening, too."""
+        return []
+
     def set_removal_listener(self, listener: RemovalListener | None) -> None:
         """`listener(keys, why)` is called, outside the tier's lock, after pages left the tier."""
         self._removal_listener = listener

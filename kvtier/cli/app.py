@@ -20,6 +20,9 @@ from kvtier.cli import (
     eval_round_trip,
     eval_triattention,
     explain,
+    ls,
+    pin,
+    purge,
     replay,
     serve,
     size,
@@ -58,6 +61,9 @@ app.command()(serve.serve)
 app.add_typer(config_commands.app, name="config")
 app.command()(top.top)
 app.command()(explain.explain)
+app.command()(ls.ls)
+app.command()(purge.purge)
+app.command()(pin.pin)
 app.command()(doctor.doctor)
 app.command()(torture.torture)
 app.command()(calibrate.calibrate)

@@ -79,7 +79,7 @@ def token_of(file: Path | None) -> str:
 class Client:
     """Asks one exporter. Raises ConfigError for a URL that cannot be one, KVTierError where no answer comes."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", *, timeout_s: float = _TIMEOUT_S) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -91,6 +91,7 @@ class Client:
         self._secure = parts.scheme == "https"
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._token = token
+        self._timeout_s = timeout_s
 
     def status(self) -> dict[str, Any]:
         """What ``/api/status`` says."""
@@ -101,15 +102,24 @@ class Client:
 
     def get(self, target: str) -> tuple[int, Any]:
         """Status and JSON content of a GET; content is None where the answer is no JSON."""
+        return self._ask("GET", target, None)
+
+    def post(self, target: str, content: Mapping[str, Any]) -> tuple[int, Any]:
+        """As `get`, of a POST of JSON."""
+        return self._ask("POST", target, json.dumps(content).encode())
+
+    def _ask(self, method: str, target: str, body: bytes | None) -> tuple[int, Any]:
         connection: http.client.HTTPConnection
         if self._secure:
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=_TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=context)
         else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         try:
-            connection.request("GET", self._path + target, headers=headers)
+            connection.request(method, self._path + target, body, headers)
             answer = connection.getresponse()
             status, text = answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:

@@ -12,9 +12,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.config import Config, NvmeTierConfig
+from kvtier.inventory import Inventory
 from kvtier.server.commands import NAMES, execute
 from kvtier.server.http import HttpExporter, HttpOptions
-from kvtier.server.keyspace import Keyspace
+from kvtier.server.keyspace import Keyspace, label_of
 from kvtier.server.listener import Clients, Listener
 from kvtier.server.options import Listen, ServerOptions
 from kvtier.server.page import StatusPage
@@ -78,11 +79,17 @@ class CacheServer:
                 registry.register(_StoreMetrics(self))
                 page = StatusPage(registry, config, lambda: None if self.store is None else self.store.observer)
                 self.http = HttpExporter(registry, http, ready=self._not_ready, page=page)
-            self.store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed)
+            store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed)
+            store.observer.inventory = None  # until it is known which value a page is, and who may ask
+            self.store = store
             disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)
             if disk is not None:  # behind the tier, which makes sure that it is the only one in its directory
                 self._voided = Voided([path.expanduser() / _SHARD / "voided.log" for path in disk.path])
             self.keyspace.attach(self.store, self._voided)
+            self.store.inventory = Inventory(self.store, delete=self.keyspace.purge, label=label_of)
+            # Who knows no password must not delete by another door.
+            guarded = http is not None and http.token() is not None
+            self.store.observer.inventory = self.store.inventory if options.users.open_to_all or guarded else None
             for listen in options.listen:
                 self._listeners.append(Listener(listen, self._clients, tls))
         except BaseException:

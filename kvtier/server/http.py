@@ -39,7 +39,7 @@ from prometheus_client.exposition import choose_encoder
 
 from kvtier.config import HttpConfig
 from kvtier.errors import ConfigError
-from kvtier.server.page import SECURITY_HEADERS, StatusPage
+from kvtier.server.page import NAMESPACES, SECURITY_HEADERS, StatusPage
 
 TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
 MAX_CONNECTIONS = 16
@@ -49,6 +49,7 @@ READY_CACHE_S = 1.0
 """A probe writes and reads real pages: callers cannot make it run more often than this."""
 CLOSE_TIMEOUT_S = 2.0
 _GZIP_FROM_BYTES = 8192
+_MANAGE_BYTES_MAX = 4096
 _PATHS = b"/metrics, /livez, /readyz\n"
 _FOREIGN_NAME = b"use 127.0.0.1 or localhost, or put the name into the option http.names, or set a token\n"
 
@@ -139,7 +140,8 @@ class HttpExporter:
         options.check_exposure(token is not None)
         port = options.port_of(rank)
         names = frozenset(name.lower() for name in ("localhost", options.host, *options.names))
-        state = _State(registry, token, names, _Readiness(ready), page, dict(posts or {}))
+        managed = {} if page is None else {NAMESPACES: Post(page.manage, _MANAGE_BYTES_MAX)}
+        state = _State(registry, token, names, _Readiness(ready), page, {**managed, **(posts or {})})
         try:
             self._server = _Server((options.host, port), state)
         except OSError as e:
@@ -364,7 +366,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if answer is None:
             self._answer(
-                HTTPStatus.NOT_FOUND, b"known paths: /, /api/status, /api/explain, /metrics, /livez, /readyz\n"
+                HTTPStatus.NOT_FOUND,
+                b"known paths: /, /api/status, /api/explain, /api/namespaces, /metrics, /livez, /readyz\n",
             )
             return
         headers = {"Content-Type": answer.content_type, **SECURITY_HEADERS}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import struct
 import threading
 import time
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
+from kvtier.inventory import by_geometry
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
 from kvtier.ledger import MissReason
@@ -33,6 +35,7 @@ _BUCKETS = 1024
 _FORM = 0
 _SPEC = b"kvtier-server-1\0"
 _ORIGIN = struct.Struct("<BQ")
+_PREFIX = re.compile(rb"[^:/@|]{1,64}[:/@|]")
 _ROOM_WAIT_S = 2.0
 
 
@@ -329,6 +332,12 @@ class Keyspace:
             self._voided.add(pages)
         self.store.delete(pages, replaced=replaced)
 
+    def purge(self, pages: Sequence[tuple[bytes, PageMeta]]) -> None:
+        """Remove values by their pages, for good."""
+        for page, _ in pages:
+            self._drop(page)
+        self._delete([page for page, _ in pages])
+
     def sweep(self) -> int:
         """Remove values whose time is over; returns how many."""
         if self._voided is not None:
@@ -386,6 +395,15 @@ class Keyspace:
             self._used[entry.owner] -= entry.nbytes
             self._expiring -= bool(entry.expires_ms)
         return entry
+
+
+def label_of(meta: PageMeta) -> str:
+    """What people know a page by: of a value, its database and its key as far as the first separator."""
+    if meta.spec != _SPEC or len(meta.origin) < _ORIGIN.size:
+        return by_geometry(meta)
+    database, _ = _ORIGIN.unpack_from(meta.origin)
+    head = _PREFIX.match(meta.origin[_ORIGIN.size :])
+    return f"db{database}" if head is None else f"db{database}:{head[0].decode(errors='backslashreplace')}"
 
 
 def _hash(database: int, key: bytes) -> bytes:

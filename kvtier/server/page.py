@@ -3,6 +3,7 @@
 ``/``              the page; its files lie in `static` and ask nobody else for anything
 ``/api/status``    everything that it shows, as JSON; ``?range=day``, ``?since=UNIX_TIME``
 ``/api/explain``   ``?request=ID``: what became of each page of a sampled request
+``/api/namespaces``   what is stored, by namespace; POST: purge, pin, unpin one
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
@@ -23,7 +25,9 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 from kvtier.ghosts import GhostCurves
+from kvtier.inventory import Inventory
 from kvtier.observe import Observer
 from kvtier.server.history import History, Past, series_of
 
@@ -43,6 +47,11 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+NAMESPACES = "/api/namespaces"
+_CLOSED = (
+    "namespaces are not told yet, since it is starting, or not at all: where users of a server have passwords, its "
+    "port needs a token (http.token_file)"
+)
 SECRET = "***"
 _SECRETS = ("salt",)
 
@@ -101,7 +110,43 @@ class StatusPage:
                 text = f"nothing is known of request {request!r}: explain_sample says how many are recorded"
                 return _json({"error": text}, HTTPStatus.NOT_FOUND)
             return _json(record)
+        if url.path == NAMESPACES:
+            inventory = self._inventory()
+            if inventory is None:
+                return _json({"error": _CLOSED}, HTTPStatus.FORBIDDEN)
+            return _json({"namespaces": inventory.rows(), "not_listed": inventory.shared_tiers()})
         return None
+
+    def manage(self, body: bytes, headers: Message) -> tuple[HTTPStatus, bytes]:
+        """A POST to ``/api/namespaces``: ``{"action": "purge", "namespace": NAME, "dry_run": false}``."""
+        answer = self._manage(body)
+        return answer.status, answer.body
+
+    def _manage(self, body: bytes) -> Answer:
+        inventory = self._inventory()
+        if inventory is None:
+            return _json({"error": _CLOSED}, HTTPStatus.FORBIDDEN)
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            asked = None
+        actions = {"purge": inventory.purge, "pin": inventory.pin, "unpin": inventory.unpin}
+        if (
+            not isinstance(asked, dict)
+            or not isinstance(asked.get("namespace"), str)
+            or not isinstance(asked.get("dry_run", False), bool)
+            or asked.get("action") not in actions
+        ):
+            text = f"give a JSON object with action (one of {', '.join(actions)}), namespace, and perhaps dry_run"
+            return _json({"error": text}, HTTPStatus.BAD_REQUEST)
+        try:
+            return _json(actions[asked["action"]](asked["namespace"], dry_run=asked.get("dry_run", False)))
+        except ConfigError as error:
+            return _json({"error": str(error)}, HTTPStatus.NOT_FOUND)
+
+    def _inventory(self) -> Inventory | None:
+        observer = self._observer()
+        return None if observer is None else observer.inventory
 
     def status(self, since_s: float = 0.0, *, day: bool = False) -> dict[str, Any]:
         """What the page shows, for JSON."""

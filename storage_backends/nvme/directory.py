@@ -20,7 +20,7 @@ from kvtier.storage_backends.nvme.device import Device, write_all
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-_FORMAT, _FORMAT_NEW, _LOCK = "FORMAT", "FORMAT.new", "LOCK"
+FORMAT, _FORMAT_NEW, _LOCK = "FORMAT", "FORMAT.new", "LOCK"
 PROBE = "PROBE"
 _HARMLESS = {_FORMAT_NEW, _LOCK, PROBE, "lost+found"}
 
@@ -77,7 +77,7 @@ class TierDirectory:
             )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         foreign = sorted(p.name for p in self.path.iterdir() if p.name not in _HARMLESS)
-        if foreign and not (self.path / _FORMAT).exists():
+        if foreign and not (self.path / FORMAT).exists():
             raise TierPathError(
                 f"{self._tier} tier: path = {str(self.path)!r} holds other files ({foreign[0]!r}) and no tier; "
                 "name an empty or a new directory"
@@ -106,7 +106,7 @@ class TierDirectory:
         return fd
 
     def _agree(self, segment_bytes: int | None, default_segment_bytes: int) -> int:
-        at = self.path / _FORMAT
+        at = self.path / FORMAT
         if not at.exists():
             chosen = default_segment_bytes if segment_bytes is None else segment_bytes
             self._write_format(chosen)
@@ -137,4 +137,4 @@ class TierDirectory:
             self._device.sync(fd)
         finally:
             self._device.close(fd)
-        self._device.rename(self.path / _FORMAT_NEW, self.path / _FORMAT)
+        self._device.rename(self.path / _FORMAT_NEW, self.path / FORMAT)

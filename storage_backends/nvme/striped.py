@@ -168,6 +168,13 @@ class StripedNvmeTier(Tier):
             parts = [member.scan() for member in self._open_members()]
         return (page for part in parts for page in part)
 
+    def note(self, data: bytes) -> None:
+        for member in self._open_members():
+            member.note(data)
+
+    def notes(self) -> list[bytes]:
+        return [data for member in self._open_members() for data in member.notes()]
+
     def usage(self) -> TierUsage:
         """Directories that could not be opened yet count nothing but their capacity."""
         parts = [member.usage() for member in self._open_members()]

@@ -40,6 +40,7 @@ from kvtier.storage_backends.nvme.directory import TierDirectory
 from kvtier.storage_backends.nvme.health import Health
 from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.metrics import NvmeCollector
+from kvtier.storage_backends.nvme.note import read_note, write_note
 from kvtier.storage_backends.nvme.probe import PROBE_BYTES, try_writing
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
@@ -231,6 +232,12 @@ class NvmeTier(Tier):
         with self._gate, self._lock:
             entries = self._table.entries(staged=False)
         return ((e.key, e.meta) for e in entries)
+
+    def note(self, data: bytes) -> None:
+        write_note(self._directory.path, data)
+
+    def notes(self) -> list[bytes]:
+        return read_note(self._directory.path)
 
     def usage(self) -> TierUsage:
         with self._lock:

@@ -174,7 +174,7 @@ def test_a_failed_page_in_the_middle_ends_the_prefix(
     for page in (0, 3, 6):
         put(store, page)
     push_out_of_host(store)
-    store._evicted.clear()
+    store._evicted._when_s.clear()
     lower.gate.clear()
     lookup = store.lookup("r", keys(0, 3, 6))
     if damage is GetStatus.FAILED:

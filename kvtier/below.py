@@ -1,0 +1,55 @@
+"""What the lower tiers of a store have: a look into the index of those that are local, less what is being deleted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.abc.tier import LENGTH_UNKNOWN, Tier
+
+
+class Below:
+    """No input or output. Looks may be taken from any thread; what is deleted changes under the store's lock.
+
+    `deleting` counts, by page, the lower tiers that still have to delete it.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._count = len(tiers)
+        self._local = tuple(tier for tier in tiers if not tier.capabilities.shared)
+        self.deleting: Counter[bytes] = Counter()
+
+    def known(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether a local tier has each page."""
+        known = [False] * len(keys)
+        for tier in self._local:
+            known = [a or b for a, b in zip(known, tier.contains_many(keys), strict=True)]
+        if self.deleting:
+            known = [has and key not in self.deleting for key, has in zip(keys, known, strict=True)]
+        return known
+
+    def find(self, pages: Sequence[tuple[int, bytes]]) -> tuple[dict[int, str], set[int]]:
+        """By index, the local tier that has each page, and pages of which only one that is out of service knows."""
+        found: dict[int, str] = {}
+        down: set[int] = set()
+        for tier in self._local:
+            left = [(i, key) for i, key in pages if i not in found and key not in self.deleting]
+            for (i, _), nbytes in zip(left, tier.length_many([key for _, key in left]), strict=True):
+                if nbytes >= 0:
+                    found[i] = tier.name
+                elif nbytes == LENGTH_UNKNOWN:
+                    down.add(i)
+        return found, down.difference(found)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Every tier is going to delete these pages."""
+        if self._count:
+            for key in keys:
+                self.deleting[key] += self._count
+
+    def deleted(self, keys: Sequence[bytes]) -> None:
+        """One of the tiers has done so."""
+        for key in keys:
+            self.deleting[key] -= 1
+            if self.deleting[key] <= 0:
+                del self.deleting[key]

@@ -1,0 +1,263 @@
+"""What a store or a directory holds, by namespace: for ``kvtier ls``, ``purge`` and ``pin``.
+
+A page does not say whose it is: its key is a keyed hash of the engine's. So whoever stores pages describes its
+namespace, and a page is of a namespace if its origin gives its key there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.abc.tier import PROBE_PREFIX, PageMeta
+from kvtier.errors import ConfigError
+from kvtier.keys import Namespace, page_keys_of
+
+if TYPE_CHECKING:
+    from kvtier.store import TieredStore
+
+_log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+REMEMBERED = 256
+"""Descriptions that are kept in a file; the oldest make room."""
+_ID_CHARS = 12
+_SHORTEST = 4
+ALL = "all"
+
+Page = tuple[bytes, PageMeta]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A namespace as people see it. digest: hex. hot_page_bytes: of one page on the device. The salt is a secret, so
+    that there is one is all that is told."""
+
+    digest: str
+    model: str
+    weights: str
+    dtype: str
+    spec: str
+    page_tokens: int
+    codec: str
+    shard: str
+    generation: str
+    lora: str
+    salted: bool
+    pruning: str
+    hot_page_bytes: int
+
+    @staticmethod
+    def of(namespace: Namespace, hot_page_bytes: int) -> Description:
+        n = namespace
+        return Description(
+            n.digest.hex(), n.model, n.weights, n.dtype, n.spec, n.page_tokens, n.codec, n.shard, n.generation, n.lora,
+            bool(n.salt), n.pruning, hot_page_bytes,
+        )  # fmt: skip
+
+    @property
+    def id(self) -> str:
+        return self.digest[:_ID_CHARS]
+
+
+def encode(described: Sequence[Description]) -> bytes:
+    """The file ``namespaces.json`` of a directory (`docs/formats.md`)."""
+    listed = [asdict(d) for d in described[-REMEMBERED:]]
+    return json.dumps({"kvtier_namespaces": FORMAT_VERSION, "namespaces": listed}, indent=1).encode() + b"\n"
+
+
+def decode(data: bytes) -> list[Description]:
+    """Descriptions in a file, the oldest first; none of a file that is damaged or of another version: they only help
+    people."""
+    try:
+        stated = json.loads(data)
+        if stated["kvtier_namespaces"] != FORMAT_VERSION:
+            raise ValueError(f"version {stated['kvtier_namespaces']}")
+        described = [Description(**fields) for fields in stated["namespaces"]]
+        for one in described:
+            bytes.fromhex(one.digest)
+    except (ValueError, KeyError, TypeError) as error:
+        _log.warning("descriptions of namespaces are not readable and left out: %s", error)
+        return []
+    return described
+
+
+class Group(NamedTuple):
+    """Pages of one namespace. id: what it is named by. label: what is known where nobody described it."""
+
+    id: str
+    description: Description | None
+    label: str
+    pages: list[Page]
+
+
+Label = Callable[[PageMeta], str]
+
+
+def by_geometry(meta: PageMeta) -> str:
+    """What a page says of itself."""
+    return f"geometry {meta.spec.hex()[:8]}"
+
+
+def group(pages: Iterable[Page], described: Sequence[Description], label: Label = by_geometry) -> list[Group]:
+    """Pages by namespace: those that were described first, then others by what `label` says. Checks of readiness are
+    left out."""
+    left = [page for page in pages if not page[0].startswith(PROBE_PREFIX)]
+    groups = []
+    for one in reversed(described):
+        hashed = [i for i, (_, m) in enumerate(left) if m.origin and one.spec in ("", m.spec.hex())]
+        keys = page_keys_of(bytes.fromhex(one.digest), [left[i][1].origin for i in hashed])
+        mine = {i for i, key in zip(hashed, keys, strict=True) if key == left[i][0]}
+        if mine:
+            groups.append(Group(one.id, one, "", [left[i] for i in sorted(mine)]))
+            left = [page for i, page in enumerate(left) if i not in mine]
+    others: dict[str, list[Page]] = {}
+    for page in left:
+        others.setdefault(label(page[1]), []).append(page)
+    return groups + [Group(name, None, name, found) for name, found in sorted(others.items())]
+
+
+def chosen(groups: Sequence[Group], name: str) -> list[Group]:
+    """The groups that `name` means: one by its id or the beginning of it, those of ``model=NAME``, or ``all``. Raises
+    ConfigError where it means none, or more than one by an id."""
+    model = name.removeprefix("model=") if name.startswith("model=") else None
+    if name == ALL:
+        found = list(groups)
+    elif model is not None:
+        found = [g for g in groups if g.description is not None and g.description.model == model]
+    else:
+        found = [g for g in groups if g.id == name]
+        if not found and len(name) >= _SHORTEST:
+            found = [g for g in groups if g.id.startswith(name)]
+            if len({g.id for g in found}) > 1:
+                raise ConfigError(f"{name!r} is the beginning of several: {sorted({g.id for g in found})}; give one")
+    if not found and name != ALL:
+        known = ", ".join(sorted({g.id for g in groups})) or "none"
+        raise ConfigError(
+            f"no pages of {name!r} here: give the id of a namespace as kvtier ls prints it, model=NAME, or all (here: "
+            f"{known})"
+        )
+    return found
+
+
+def row(tier: str, group: Group, pinned: int = 0) -> dict[str, Any]:
+    """What ``kvtier ls`` says of a group in a tier; bytes without what tiers round up to. hot_bytes: None where nobody
+    said what a page weighs on the device."""
+    d = group.description
+    return {
+        "tier": tier,
+        "namespace": group.id,
+        "label": group.label,
+        "pages": len(group.pages),
+        "cold_bytes": sum(meta.nbytes for _, meta in group.pages),
+        "hot_bytes": len(group.pages) * d.hot_page_bytes if d is not None and d.hot_page_bytes else None,
+        "pinned_pages": pinned,
+        "description": None if d is None else asdict(d),
+    }
+
+
+class Inventory:
+    """Of a running store. Every method may be called from any thread; they look at every page, so none belongs into an
+    engine's own thread.
+
+    delete: how pages are deleted; by default as the store does. label: as of `group`.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        delete: Callable[[Sequence[Page]], object] | None = None,
+        label: Label = by_geometry,
+    ) -> None:
+        self._store = store
+        self._delete = delete
+        self._label = label
+        self._lock = threading.Lock()
+        self._described: dict[str, Description] = {}
+        for tier in store.lower:
+            for one in decode_all(tier.notes()):
+                self._described.setdefault(one.digest, one)
+
+    def describe(self, namespace: Namespace, hot_page_bytes: int) -> None:
+        """Pages of `namespace` are going to be stored. What outlives the process is told, too."""
+        one = Description.of(namespace, hot_page_bytes)
+        with self._lock:
+            if self._described.get(one.digest) == one:
+                return
+            self._described.pop(one.digest, None)
+            self._described[one.digest] = one
+            data = encode(list(self._described.values()))
+            for tier in self._store.lower:
+                tier.note(data)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As `row`, of every tier whose pages can be listed."""
+        protected = self._store.protected()
+        return [
+            row(name, found, sum(key in protected for key, _ in found.pages))
+            for name, groups in self._groups().items()
+            for found in groups
+        ]
+
+    def shared_tiers(self) -> list[str]:
+        """Tiers whose pages are not listed, since others store there as well."""
+        return [tier.name for tier in self._store.lower if tier.capabilities.shared]
+
+    def purge(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Delete the pages of what `name` means (`chosen`) from the tiers that are listed and, those that are known
+        from there, from shared ones."""
+        found = self._chosen(name)
+        pages = {key: meta for group in found for key, meta in group.pages}
+        if pages and not dry_run:
+            if self._delete is None:
+                self._store.delete(list(pages))
+            else:
+                self._delete(list(pages.items()))
+        return _done(found, len(pages), sum(meta.nbytes for meta in pages.values()))
+
+    def pin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Keep the pages that `name` means from being evicted, as far as the limit of `TieredStore.protect` allows,
+        until `unpin` or the end of the process. Pages that are stored later are not pinned."""
+        found = self._chosen(name)
+        pages = {key: meta for group in found for key, meta in group.pages}
+        kept = list(pages) if dry_run else _true(pages, self._store.protect(list(pages)))
+        return {
+            **_done(found, len(kept), sum(pages[key].nbytes for key in kept)),
+            "refused_pages": len(pages) - len(kept),
+        }
+
+    def unpin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """End that."""
+        found = self._chosen(name)
+        protected = self._store.protected()
+        pages = {key: meta for group in found for key, meta in group.pages if key in protected}
+        if not dry_run:
+            self._store.unprotect(list(pages))
+        return _done(found, len(pages), sum(meta.nbytes for meta in pages.values()))
+
+    def _groups(self) -> dict[str, list[Group]]:
+        with self._lock:
+            described = list(self._described.values())
+        tiers = [t for t in (self._store.host, *self._store.lower) if not t.capabilities.shared]
+        return {tier.name: group(tier.scan(), described, self._label) for tier in tiers}
+
+    def _chosen(self, name: str) -> list[Group]:
+        return chosen([one for groups in self._groups().values() for one in groups], name)
+
+
+def decode_all(notes: Iterable[bytes]) -> list[Description]:
+    """What several files say together."""
+    return [one for data in notes for one in decode(data)]
+
+
+def _true(pages: Mapping[bytes, PageMeta], answers: Sequence[bool]) -> list[bytes]:
+    return [key for key, yes in zip(pages, answers, strict=True) if yes]
+
+
+def _done(found: Sequence[Group], pages: int, nbytes: int) -> dict[str, Any]:
+    return {"namespaces": sorted({g.id for g in found}), "pages": pages, "cold_bytes": nbytes}

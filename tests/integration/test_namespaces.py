@@ -1,0 +1,280 @@
+"""kvtier ls, purge and pin: a store with a real NVMe directory, behind its port and closed; a real server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.abc.tier import PageMeta, Slot
+from kvtier.cli.app import app
+from kvtier.errors import ConfigError, KVTierError, TierPathError
+from kvtier.inventory import Description, chosen, decode, encode, group
+from kvtier.keys import Namespace, checksum
+from kvtier.observe import Observer
+from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
+from kvtier.server.page import StatusPage
+from kvtier.storage_backends.host.tier import HostTier
+from kvtier.storage_backends.nvme.tier import NvmeTier
+from kvtier.store import TieredStore
+
+PATIENCE_S = 60.0
+NBYTES = 4096
+HOT_BYTES = 12288
+SPECS = {"llama": bytes(range(16)), "qwen": bytes(range(16, 32))}
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+def namespace(model: str, **more: str) -> Namespace:
+    codec = '["nvfp4",1,{}]'
+    return Namespace(model, weights="00", dtype="bf16", spec=SPECS[model].hex(), page_tokens=16, codec=codec, **more)
+
+
+def put(store: TieredStore, of: Namespace, pages: range, *, describe: bool = True) -> list[bytes]:
+    if describe:
+        store.inventory.describe(of, HOT_BYTES)
+    hashes = [n.to_bytes(32, "big") for n in pages]
+    keys = of.page_keys(hashes)
+    slots = [slot for slot in store.reserve(keys, [NBYTES] * len(keys), PATIENCE_S) if isinstance(slot, Slot)]
+    assert len(slots) == len(keys)
+    metas = []
+    for key, page_hash, slot in zip(keys, hashes, slots, strict=True):
+        view = store.host.view(slot)
+        view[:] = page_hash * (NBYTES // 32)
+        metas.append(PageMeta(NBYTES, 0, 16, checksum(view, key), bytes.fromhex(of.spec), page_hash))
+    store.commit(keys, slots, metas)
+    return keys
+
+
+def open_store(folder: Path) -> TieredStore:
+    lower = [NvmeTier(folder, 8 << 20)]
+    return TieredStore(HostTier(1 << 20), lower, observer=Observer())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    store = open_store(tmp_path / "pages")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def url(store: TieredStore) -> Iterator[str]:
+    registry = store.ledger.registry
+    with HttpExporter(registry, HttpOptions(), page=StatusPage(registry, None, lambda: store.observer)) as exporter:
+        yield exporter.url
+
+
+def cli(*words: str) -> Any:
+    answer = CliRunner().invoke(app, list(words))
+    if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+        raise answer.exception
+    return answer
+
+
+def listed(where: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows by namespace's model (or label) and the last part of the tier's name."""
+    rows = json.loads(cli("ls", str(where), "--json").stdout)["namespaces"]
+    return {
+        ((row["description"] or {"model": row["label"]})["model"], row["tier"].rpartition("/")[2]): row for row in rows
+    }
+
+
+def there(store: TieredStore, keys: Sequence[bytes]) -> list[bool]:
+    assert store.flush(PATIENCE_S)
+    return [a or b for a, b in zip(store.host.contains_many(keys), store.known_below(keys), strict=True)]
+
+
+def test_pages_are_told_apart_by_what_they_were_stored_under(store: TieredStore, url: str) -> None:
+    llama, qwen = namespace("llama"), namespace("qwen")
+    put(store, llama, range(5))
+    put(store, qwen, range(3))
+    assert store.flush(PATIENCE_S)
+    rows = listed(url)
+    assert {name: row["pages"] for name, row in rows.items()} == {
+        ("llama", "host"): 5, ("llama", "nvme"): 5, ("qwen", "host"): 3, ("qwen", "nvme"): 3,
+    }  # fmt: skip
+    row = rows["llama", "nvme"]
+    assert (row["cold_bytes"], row["hot_bytes"]) == (5 * NBYTES, 5 * HOT_BYTES)
+    assert llama.digest.hex().startswith(row["namespace"])
+    shown = cli("ls", url).stdout
+    assert row["namespace"] in shown and "llama, nvfp4, bf16, 16 tokens" in " ".join(shown.split())
+
+
+def test_one_text_under_two_salts_is_two_namespaces_and_no_salt_is_told(store: TieredStore, url: str) -> None:
+    plain, salted = namespace("llama"), namespace("llama", salt="tenant-secret")
+    put(store, plain, range(4))
+    keys = put(store, salted, range(2))
+    answer = cli("ls", url, "--json").stdout
+    assert "tenant-secret" not in answer
+    pages = {
+        row["description"]["salted"]: row["pages"] for row in json.loads(answer)["namespaces"] if row["tier"] == "host"
+    }
+    assert pages == {False: 4, True: 2}
+    cli("purge", url, salted.digest.hex()[:8], "--yes")
+    assert there(store, keys) == [False, False] and there(store, plain.page_keys([bytes(32)])) == [True]
+
+
+def test_purge_says_what_would_go_asks_and_deletes_no_more(store: TieredStore, url: str) -> None:
+    gone, kept = put(store, namespace("llama"), range(6)), put(store, namespace("qwen"), range(6))
+    assert "would delete 6 pages" in cli("purge", url, "model=llama", "--dry-run").stdout
+    with pytest.raises(ConfigError, match="--yes"):
+        cli("purge", url, "model=llama")
+    assert there(store, gone) == [True] * 6
+    done = json.loads(cli("purge", url, "model=llama", "--yes", "--json").stdout)
+    assert (done["pages"], done["cold_bytes"]) == (6, 6 * NBYTES)
+    assert there(store, gone) == [False] * 6 and there(store, kept) == [True] * 6
+
+
+def test_pinned_pages_stay_and_end_again(store: TieredStore, url: str) -> None:
+    keys = put(store, namespace("llama"), range(8))
+    assert store.flush(PATIENCE_S)
+    assert "8 pages" in cli("pin", url, "model=llama").stdout
+    assert listed(url)["llama", "host"]["pinned_pages"] == 8
+    for start in range(1000, 1600, 50):  # twice the host tier
+        put(store, namespace("qwen"), range(start, start + 50))
+        assert store.flush(PATIENCE_S)
+    assert store.host.contains_many(keys) == [True] * 8
+    assert "8 pages" in cli("pin", url, "model=llama", "--end").stdout
+    assert not store.protected() and listed(url)["llama", "host"]["pinned_pages"] == 0
+
+
+def test_no_more_than_half_of_the_host_tier_can_be_pinned(store: TieredStore, url: str) -> None:
+    put(store, namespace("llama"), range(200))
+    done = json.loads(cli("pin", url, "all", "--json").stdout)
+    assert done["pages"] == 128 and done["refused_pages"] == 72
+    assert len(store.protected()) == 128
+
+
+def test_a_closed_directory_is_listed_and_purged_without_its_capacity(tmp_path: Path) -> None:
+    folder = tmp_path / "pages" / "shard" / "rank0"
+    store = open_store(folder)
+    gone, kept = put(store, namespace("llama"), range(6)), put(store, namespace("qwen"), range(4))
+    put(store, namespace("llama", lora="unknown"), range(2), describe=False)
+    assert store.flush(PATIENCE_S)
+    with pytest.raises(TierPathError, match=f"in use by process {os.getpid()}"):
+        cli("ls", str(tmp_path / "pages"))
+    store.close()
+    rows = listed(tmp_path / "pages")
+    assert {name: row["pages"] for name, row in rows.items()} == {
+        ("llama", "rank0"): 6, ("qwen", "rank0"): 4, (f"geometry {SPECS['llama'].hex()[:8]}", "rank0"): 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="HTTP port"):
+        cli("pin", str(tmp_path / "pages"), "model=llama")
+    cli("purge", str(tmp_path / "pages"), "model=llama", "--yes")
+    store = open_store(folder)
+    try:
+        assert there(store, gone) == [False] * 6 and there(store, kept) == [True] * 4
+        assert {row["namespace"] for row in store.inventory.rows()} >= {namespace("qwen").digest.hex()[:12]}
+    finally:
+        store.close()
+
+
+def test_names_that_mean_nothing_or_too_much_are_refused(store: TieredStore, url: str) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        cli("ls", "nowhere")
+    with pytest.raises(ConfigError, match="redis-cli"):
+        cli("ls", "redis://127.0.0.1")
+    put(store, namespace("llama"), range(1))
+    with pytest.raises(KVTierError, match="model=NAME"):
+        cli("purge", url, "model=mistral", "--yes")
+    meta = PageMeta(1, 0, 1, bytes(16), bytes(16))
+    groups = group([(bytes([n]) * 32, meta) for n in range(2)], (), lambda m: "same")
+    assert [len(g.pages) for g in groups] == [2]
+    two = [*group([(bytes(32), meta)], (), lambda m: "team-a"), *group([(bytes(32), meta)], (), lambda m: "team-b")]
+    with pytest.raises(ConfigError, match="the beginning of several"):
+        chosen(two, "team-")
+    assert chosen(two, "team-a") == [two[0]] and chosen(two, "all") == two
+
+
+def test_directories_without_a_tier_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(TierPathError, match="holds no tier"):
+        cli("purge", str(tmp_path), "all", "--yes")
+    assert [p.name for p in tmp_path.iterdir()] == ["photos"]
+
+
+def test_descriptions_survive_and_damaged_ones_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    described = [Description.of(namespace("llama", generation=f"{n:032x}"), n) for n in range(300)]
+    assert decode(encode(described)) == described[-256:]
+    for bad in (b"", b"{}", b'{"kvtier_namespaces": 2, "namespaces": []}', encode(described)[:-9], b"[1]"):
+        assert decode(bad) == []
+    assert "not readable" in caplog.text
+
+
+def test_writes_need_the_token_where_there_is_one(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = put(store, namespace("llama"), range(3))
+    token = tmp_path / "token"
+    token.write_text("right")
+    registry = store.ledger.registry
+    page = StatusPage(registry, None, lambda: store.observer)
+    with HttpExporter(registry, HttpOptions(token_file=token), page=page) as exporter:
+        for command in (["ls", exporter.url], ["purge", exporter.url, "all", "--yes"]):
+            with pytest.raises(KVTierError, match="needs a token"):
+                cli(*command)
+        assert there(store, keys) == [True] * 3
+        cli("purge", exporter.url, "all", "--yes", "--token-file", str(token))
+    assert there(store, keys) == [False] * 3
+
+
+def serve(folder: Path, *more: str) -> tuple[subprocess.Popen[str], str, str]:
+    """A server in a process of its own, the socket it listens on, and its HTTP port's URL."""
+    command = [sys.executable, "-m", "kvtier.cli", "serve", "--listen", f"unix:{folder}/s", "--http", "127.0.0.1:0"]
+    command += ["--host-capacity", "16MiB", "--nvme", f"{folder}/pages:64MiB", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [process.stdout.readline(), process.stdout.readline()]
+    assert "metrics and health on " in said[1], said
+    return process, f"{folder}/s", said[1].split()[-1]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.communicate(timeout=PATIENCE_S)
+
+
+def test_values_of_a_server_go_for_good(tmp_path: Path) -> None:
+    redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
+    process, socket, url = serve(tmp_path)
+    try:
+        with redis.Redis(unix_socket_path=socket) as client:
+            for n in range(5):
+                client.set(f"team-a:{n}", b"x" * 9000)
+                client.set(f"team-b:{n}", b"y" * 9000)
+            assert listed(url)["db0:team-a:", "host"]["pages"] == 5
+            assert "deleted 5 pages" in cli("purge", url, "db0:team-a:", "--yes").stdout
+            assert client.dbsize() == 5 and client.get("team-a:1") is None
+            assert client.get("team-b:1") == b"y" * 9000
+    finally:
+        end(process)
+    assert [name for name, _ in listed(tmp_path / "pages")] == ["db0:team-b:"]
+    process, socket, url = serve(tmp_path)
+    try:
+        with redis.Redis(unix_socket_path=socket) as client:
+            assert client.dbsize() == 5 and client.get("team-a:1") is None
+    finally:
+        end(process)
+
+
+def test_no_door_besides_the_passwords_of_a_server(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret")
+    process, _, url = serve(tmp_path, "--password-file", str(tmp_path / "password"))
+    try:
+        for command in (["ls", url], ["purge", url, "all", "--yes"]):
+            with pytest.raises(KVTierError, match="token_file"):
+                cli(*command)
+    finally:
+        end(process)
