@@ -98,6 +98,13 @@ def lmcache(
     link: Annotated[
         str | None, typer.Option(help="Speed of the way to Redis, such as 10gbit; as root. Default: loopback as it is.")
     ] = None,
+    kv: Annotated[
+        Path | None,
+        typer.Option(
+            help="K and V of a model, stored in the place of random values: [2, layers, tokens, heads, dim] in numpy's "
+            "format, the bits of BF16 values as uint16."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Behind LMCache, beside its own adapters: chunks stored and loaded on the same disk and the same Redis."""
@@ -111,6 +118,10 @@ def lmcache(
         from kvtier.cli.shaped_link import parse_rate
 
         options["link_bits_per_s"] = parse_rate("--link", link)
+    if kv is not None:
+        if not kv.is_file():
+            raise ConfigError(f"--kv {kv}: there is no such file")
+        options["kv"] = kv
     _show("kvtier.cli.bench_lmcache", "lmcache", as_json, options)
 
 

@@ -2,8 +2,9 @@
 
 In one run: the server over unix sockets, the clients over these, over TCP, and over TLS where there are openssl and a
 redis-server that speaks it (Python can neither gather nor scatter there). Unlike in the other benches, ``baseline`` is
-the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. "get among
-sets" is the 99th percentile of a GET while two writers keep setting values (``mb_per_s``), over that of an idle server.
+the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. p99_ms and
+peer_p99_ms are of one value; of the Redis tier, which takes several at once, of a call. "get among sets" is the 99th
+percentile of a GET while two writers keep setting values (``mb_per_s``), over that of an idle server.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,38 @@ ROUNDS = 25
 BATCH_BYTES = 32 << 20
 _FLOOD_RUNS = 5
 _KEYS = 32
+_TIER_BATCH = 8
+"""Pages in one call of the Redis tier."""
+
 _START_S = 60.0
 _CPUCLOCK_SCHED = 2
 
 Row = dict[str, str | int | float | None]
+
+
+@dataclass(slots=True)
+class _Side:
+    """Rounds of one of the two: CPU seconds and seconds of each, and seconds of every call."""
+
+    cpu_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    calls_s: list[float] = field(default_factory=list)
+
+    def take(self, calls: Iterable[Callable[[], object]], cpu: Callable[[], float]) -> None:
+        """One round, by the clock `cpu`."""
+        cpu_before, before = cpu(), time.perf_counter()
+        at = before
+        for call in calls:
+            call()
+            now = time.perf_counter()
+            self.calls_s.append(now - at)
+            at = now
+        self.seconds.append(at - before)
+        self.cpu_s.append(cpu() - cpu_before)
+
+    @property
+    def p99_s(self) -> float:
+        return sorted(self.calls_s)[ceil(0.99 * len(self.calls_s)) - 1]
 
 
 def run(
@@ -81,24 +113,16 @@ def _server_rows(folder: Path, ours: int, theirs: int, nbytes: int, count: int, 
     value = os.urandom(nbytes)
     out = bytearray(nbytes)
     with _connected(folder / "k.sock") as one, _connected(folder / "r.sock") as two:
-        for op, do in (("set", lambda s: _set(s, value, count)), ("get", lambda s: _get(s, memoryview(out), count))):
-            samples: list[tuple[float, float, float]] = []
+        for op, do in (
+            ("set", lambda s, n: set_value(s, b"key%d" % (n % _KEYS), value)),
+            ("get", lambda s, n: get_value(s, b"key%d" % (n % _KEYS), memoryview(out))),
+        ):
+            own, peer = _Side(), _Side()
             for _ in range(rounds):  # in turns, so that what else runs on the machine hits both
-                cpu, seconds = _cost(one, do, lambda: _cpu_of(ours))
-                peer_cpu, _ = _cost(two, do, lambda: _cpu_of(theirs))
-                samples.append((cpu, peer_cpu, seconds))
-            rows.append(_row("server", op, nbytes, count, samples))
+                own.take((partial(do, one, n) for n in range(count)), lambda: _cpu_of(ours))
+                peer.take((partial(do, two, n) for n in range(count)), lambda: _cpu_of(theirs))
+            rows.append(_row("server", op, nbytes, count, own, peer))
     return rows
-
-
-def _set(connection: socket.socket, value: bytes, count: int) -> None:
-    for n in range(count):
-        set_value(connection, b"key%d" % (n % _KEYS), value)
-
-
-def _get(connection: socket.socket, out: memoryview, count: int) -> None:
-    for n in range(count):
-        get_value(connection, b"key%d" % (n % _KEYS), out)
 
 
 def _flood_row(path: Path, nbytes: int, rounds: int, gets: int) -> Row:
@@ -133,7 +157,7 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
     value, out = os.urandom(nbytes), memoryview(bytearray(nbytes))
     keys = [bytes([n]) * 32 for n in range(_KEYS)]
     metas = [PageMeta(nbytes, 1, 0, checksum(value, key), bytes(16)) for key in keys]
-    outs = [memoryview(bytearray(nbytes)) for _ in range(8)]
+    outs = [memoryview(bytearray(nbytes)) for _ in range(_TIER_BATCH)]
     connection = Connection(where, options, time.monotonic() + 3600, database=0)
     tier = RedisTier(options)
     target: dict[str, Any] = (
@@ -143,55 +167,48 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
         target |= {"ssl": True, "ssl_ca_certs": str(ca)}
     peer: Any = redis.Redis(**target, protocol=2)
 
-    def bare_set() -> None:
-        for n in range(count):
-            key = b"key%d" % (n % _KEYS)
-            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, nbytes)
-            connection.send([head, value, b"\r\n"])
-            connection.read_reply()
+    def bare_set(n: int) -> None:
+        key = b"key%d" % (n % _KEYS)
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, nbytes)
+        connection.send([head, value, b"\r\n"])
+        connection.read_reply()
 
-    def bare_get() -> None:
-        for n in range(count):
-            key = b"key%d" % (n % _KEYS)
-            connection.send([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)])
-            connection.read_bulk_length()
-            connection.read_into(out)
-            connection.end_bulk()
+    def bare_get(n: int) -> None:
+        key = b"key%d" % (n % _KEYS)
+        connection.send([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)])
+        connection.read_bulk_length()
+        connection.read_into(out)
+        connection.end_bulk()
 
-    def tier_put() -> None:
-        for at in range(0, count, 8):
-            batch = [(at + i) % _KEYS for i in range(min(8, count - at))]
-            if at % _KEYS == 0:
-                tier.delete_many(keys)
-            tier.put_many([PutItem(keys[n], metas[n], memoryview(value)) for n in batch])
+    def tier_put(at: int) -> None:
+        batch = [(at + i) % _KEYS for i in range(min(_TIER_BATCH, count - at))]
+        if at % _KEYS == 0:
+            tier.delete_many(keys)
+        tier.put_many([PutItem(keys[n], metas[n], memoryview(value)) for n in batch])
 
-    def tier_get() -> None:
-        for at in range(0, count, 8):
-            batch = [(at + i) % _KEYS for i in range(min(8, count - at))]
-            tier.get_many_into([keys[n] for n in batch], outs[: len(batch)])
+    def tier_get(at: int) -> None:
+        batch = [(at + i) % _KEYS for i in range(min(_TIER_BATCH, count - at))]
+        tier.get_many_into([keys[n] for n in batch], outs[: len(batch)])
 
-    def peer_set() -> None:
-        for n in range(count):
-            peer.set(b"key%d" % (n % _KEYS), value)
+    def peer_set(n: int) -> None:
+        peer.set(b"key%d" % (n % _KEYS), value)
 
-    def peer_get() -> None:
-        for n in range(count):
-            peer.get(b"key%d" % (n % _KEYS))
+    def peer_get(n: int) -> None:
+        peer.get(b"key%d" % (n % _KEYS))
 
     rows = []
     try:
-        for name, op, own, other in (
-            (f"client-{transport}", "set", bare_set, peer_set),
-            (f"client-{transport}", "get", bare_get, peer_get),
-            (f"redis-{transport}", "put", tier_put, peer_set),
-            (f"redis-{transport}", "get", tier_get, peer_get),
+        for name, op, do, step, its in (
+            (f"client-{transport}", "set", bare_set, 1, peer_set),
+            (f"client-{transport}", "get", bare_get, 1, peer_get),
+            (f"redis-{transport}", "put", tier_put, _TIER_BATCH, peer_set),
+            (f"redis-{transport}", "get", tier_get, _TIER_BATCH, peer_get),
         ):
-            samples = []
+            own, other = _Side(), _Side()
             for _ in range(rounds):
-                cpu, seconds = _cost(own, _call, time.process_time)
-                peer_cpu, _ = _cost(other, _call, time.process_time)
-                samples.append((cpu, peer_cpu, seconds))
-            rows.append(_row(name, op, nbytes, count, samples))
+                own.take((partial(do, n) for n in range(0, count, step)), time.process_time)
+                other.take((partial(its, n) for n in range(count)), time.process_time)
+            rows.append(_row(name, op, nbytes, count, own, other))
     finally:
         tier.close()
         connection.close()
@@ -199,33 +216,24 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
     return rows
 
 
-def _call(work: Callable[[], None]) -> None:
-    work()
-
-
 # ---- measuring
 
 
-def _cost(subject: Any, do: Callable[[Any], None], cpu: Callable[[], float]) -> tuple[float, float]:
-    """CPU seconds by the clock `cpu`, and seconds, of ``do(subject)``."""
-    cpu_before, before = cpu(), time.perf_counter()
-    do(subject)
-    seconds = time.perf_counter() - before
-    return cpu() - cpu_before, seconds
-
-
-def _row(tier: str, op: str, nbytes: int, count: int, samples: Sequence[tuple[float, float, float]]) -> Row:
+def _row(tier: str, op: str, nbytes: int, count: int, own: _Side, peer: _Side) -> Row:
     moved_gb = nbytes * count / 1e9
-    ratios = [own / peer for own, peer, _ in samples if peer > 0]
+    ratios = [a / b for a, b in zip(own.cpu_s, peer.cpu_s, strict=True) if b > 0]
     return {
         "tier": tier,
         "op": op,
         "block_bytes": nbytes,
         "concurrency": 1,
-        "mb_per_s": round(moved_gb * 1000 / statistics.median(s for _, _, s in samples), 1),
-        "cpu_s_per_gb": round(statistics.median(own for own, _, _ in samples) / moved_gb, 4),
-        "baseline": round(statistics.median(peer for _, peer, _ in samples) / moved_gb, 4),
+        "mb_per_s": round(moved_gb * 1000 / statistics.median(own.seconds), 1),
+        "p99_ms": round(1e3 * own.p99_s, 3),
+        "cpu_s_per_gb": round(statistics.median(own.cpu_s) / moved_gb, 4),
+        "baseline": round(statistics.median(peer.cpu_s) / moved_gb, 4),
         "over_baseline": round(statistics.median(ratios), 3) if ratios else None,
+        "peer_mb_per_s": round(moved_gb * 1000 / statistics.median(peer.seconds), 1),
+        "peer_p99_ms": round(1e3 * peer.p99_s, 3),
     }
 
 

@@ -845,7 +845,7 @@ def test_the_bench_runs_and_tells_all_fields() -> None:
     shared = ["tier", "op", "block_bytes", "concurrency", "mb_per_s"]
     for row in rows:
         own = ["idle_p99_ms", "p99_ms", "over_idle"] if row["op"] == "get among sets" else [
-            "cpu_s_per_gb", "baseline", "over_baseline"
+            "p99_ms", "cpu_s_per_gb", "baseline", "over_baseline", "peer_mb_per_s", "peer_p99_ms"
         ]  # fmt: skip
         assert list(row) == shared + own
         assert all(row[name] for name in own)
