@@ -196,8 +196,8 @@ def host_memory_on_a_cpu(folder: Path) -> str:
     ("launcher", "connector"),
     [
         pytest.param("serve", "kvtier"),
-        pytest.param("launch_server", "kvtier-hicache"),
         pytest.param("launch_server", "kvtier", marks=long),
+        pytest.param("launch_server", "kvtier-hicache", marks=long),
         pytest.param("serve", "kvtier-hicache", marks=long),
     ],
 )
@@ -239,7 +239,8 @@ def test_an_option_that_is_refused_ends_the_launcher(launch: Any, tiny: Path, tm
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", ["serve", pytest.param("launch_server", marks=long)])
+@long
+@pytest.mark.parametrize("launcher", ["serve", "launch_server"])
 def test_what_a_worker_refuses_ends_the_launcher(launch: Any, tiny: Path, tmp_path: Path, launcher: str) -> None:
     """Here the folder of a tier, which is a file: known when the tier is opened."""
     (tmp_path / "kv").write_text("not a folder")
