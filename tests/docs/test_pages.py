@@ -51,6 +51,17 @@ def test_the_map_has_every_page() -> None:
         assert page == index or page in linked, f"{name_of(page)} is not in docs/README.md"
 
 
+def test_figures_of_the_readme_are_in_the_results() -> None:
+    """Of the table of what was measured; a result that was measured again changes both."""
+    rows = re.findall(
+        r"^\| .+? \| (.+?) \| \[[^]]+\]\((docs/results/[\w.-]+)\) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) >= 4
+    for measured, page in rows:
+        for figure in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*[A-Za-z])", measured):
+            assert figure in (ROOT / page).read_text(), f"README.md: {figure} is not in {page}: {measured}"
+
+
 def test_the_page_of_options_is_current() -> None:
     from tools import options_page
 
