@@ -50,8 +50,8 @@ package-check: ## Build sdist and wheel, compare them, and import from an empty 
 test-sglang: ## Run the tests against the real SGLang
 	@$(call in_engine,sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)
 
-test-sglang-long: ## Run whole engines of several stages, which the tests above leave out (10 minutes)
-	@$(call in_engine,sglang); KVTIER_TEST_LONG=1 "$$env/bin/python" -m pytest tests/engines/sglang/test_ranks.py tests/engines/sglang/test_compacted.py -k engine_of $(PYTEST_ARGS)
+test-sglang-long: ## Run more whole engines: several stages and ranks, both launchers with both connectors (15 minutes)
+	@$(call in_engine,sglang); KVTIER_TEST_LONG=1 "$$env/bin/python" -m pytest tests/engines/sglang -k "engine_of or test_launchers" $(PYTEST_ARGS)
 
 test-lmcache: ## Run the tests against the real LMCache
 	@$(call in_engine,lmcache); "$$env/bin/python" -m pytest tests/engines/lmcache $(PYTEST_ARGS)
