@@ -89,7 +89,7 @@ def test_written_back_pages_go_below_only_when_the_host_tier_gets_full(lower: Di
     everything = pages(160)
     below = lower.contains_many(keys(everything))
     assert all(a or b for a, b in zip(here(store, everything), below, strict=True)), "evicted, and nowhere else"
-    assert below[:90] == [True] * 90 and below.count(False) > 30, "the oldest are below, most of the rest in host alone"
+    assert below[:90] == [True] * 90 and below.count(False) > 10, "the oldest are below, some of the rest in host alone"
     assert load(store, "r", pages(20)) == 20
     store.close()
 
