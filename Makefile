@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 TRITON_ARGS ?=
 GPU_ARGS ?=
 TORTURE_ARGS ?=
+COMPARE_ARGS ?=
 
 export PYTHON KVTIER_CACHE TORCH_INDEX
 # Waiting OpenMP threads would otherwise burn the cores that kvtier's workers run on.
@@ -19,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long docs deploy-render bench clean
+.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long docs deploy-render bench compare clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -83,6 +84,9 @@ test-gpu: ## Check and time the Triton kernels on this machine's GPU ($$PYTHON: 
 
 bench: ## Measure codecs and tiers against memcpy and fio
 	@$(call in,test); "$${python%/*}/kvtier" bench codec $(BENCH_ARGS); "$${python%/*}/kvtier" bench tier $(BENCH_ARGS)
+
+compare: ## Measure kvtier beside LMCache, SGLang's HiCache, redis-py, torchao and kvpress (20 minutes; what is measured is kept)
+	@$(call in_engine,compare); "$$env/bin/python" -m tests.benchmarks.compare --report docs/results $(COMPARE_ARGS)
 
 clean: ## Remove what was built in this clone
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
