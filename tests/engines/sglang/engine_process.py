@@ -25,7 +25,10 @@ PATIENCE_S = 60.0
 
 class EngineProcess:
     """An engine with the connector, serving `model` on the CPU. `block`: kvtier's configuration; an http port is added.
-    Without a block the engine runs without the connector. `methods`: for its live cache, in a file of their own."""
+    Without a block the engine runs without the connector. `methods`: for its live cache, in a file of their own.
+
+    Whoever compares tokens gives ``dtype="float32"``: a prefix that is restored is summed in another order than one
+    that is computed, and in 16 bits the machine decides which of two tokens, nearly as likely, comes next."""
 
     def __init__(
         self,

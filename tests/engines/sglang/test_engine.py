@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
     def start(model: Path, config: dict[str, Any] | None, **arguments: Any) -> EngineProcess:
         for engine in running:
             engine.kill()
-        running.append(EngineProcess(model, config, tmp_path / "run", **arguments))
+        running.append(EngineProcess(model, config, tmp_path / "run", dtype="float32", **arguments))
         return running[-1]
 
     yield start
@@ -188,9 +188,7 @@ def test_pages_of_one_token_a_bad_page_on_disk_and_another_model(
 def test_a_real_model_gives_the_same_tokens_from_restored_pages(run: Any, tmp_path: Path) -> None:
     from kvtier.cli.demo_model import ensure_model
 
-    engine = run(
-        ensure_model(), block(tmp_path / "kv"), skip_tokenizer_init=False, dtype="float32", max_total_tokens=4096
-    )
+    engine = run(ensure_model(), block(tmp_path / "kv"), skip_tokenizer_init=False, max_total_tokens=4096)
     text = "The tide had gone out before anyone noticed that the boat was missing. " * 24
     ids = engine.encode(text)[:260]
     cold = engine.one("cold", ids, tokens=12)

@@ -23,6 +23,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         for engine in running:
             engine.kill()
         options: dict[str, Any] = {
+            "dtype": "float32",
             "kv_connector": "kvtier-hicache",
             "hicache_io_backend": "direct",
             "hicache_mem_layout": layout,
