@@ -58,6 +58,7 @@ MEANINGS = {
         "slow_restore": "restores that take longer are [counted and logged](status.md#slow-restores); `null`: none",
         "record": "a new file for [lookups](replay.md#recorded-lookups), to size with",
         "opentelemetry": "[spans](status.md#opentelemetry); needs `kvtier[otel]`",
+        "kv_events": "what [routers](kv-events.md) are told of stored pages",
         "debug": "checks the accounting while running",
     },
     "quantization_for_cold_page": {
@@ -125,6 +126,13 @@ MEANINGS = {
         "allow_remote": "[other machines](security.md#ports) may ask",
         "token_file": "else `KVTIER_HTTP_TOKEN`",
         "names": "by which it may be asked for where there is no token, beside localhost and `host`",
+    },
+    "kv_events": {
+        "publisher": "ZeroMQ; needs `kvtier[events]`",
+        "endpoint": "where the publisher listens: `tcp://HOST:PORT` or `ipc://PATH`",
+        "topic": "of every message",
+        "queue": "events that may wait; more are dropped and counted",
+        "allow_remote": "other machines may listen; ZeroMQ asks nobody for a password",
     },
     "server": {
         "listen": "list of `unix:PATH`, `tcp:HOST:PORT`, `tls:HOST:PORT`",
@@ -247,7 +255,8 @@ def commands(group: Any, path: str = "kvtier") -> Iterator[tuple[str, Any]]:
 def _parameter(parameter: Any) -> str:
     default = parameter.default
     argument = not parameter.opts[0].startswith("-")
-    shown = parameter.name.upper() if argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
+    argument_name = parameter.metavar or parameter.name.upper()
+    shown = argument_name if argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
     said = "" if callable(default) or default is False else _default(default)
     if default is None and not parameter.required:
         said = ""
