@@ -108,6 +108,7 @@ def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: B
         record=record,
         opentelemetry=config.opentelemetry,
         debug=config.debug,
+        kv_events=config.kv_events if not rank else None,  # the first speaks for all: each has a part of every page
     )
     exclusive = any(isinstance(tier, LowerTierConfig) and tier.write == "back" for tier in config.tiers)
     watch = Watch(options, ledger, {t.name: t.usage for t in opened}, break_even, exclusive=exclusive)

@@ -272,6 +272,32 @@ class ServerConfig(_Block):
     drain: Seconds = 10.0
 
 
+class KvEventsConfig(_Block):
+    """Events for routers that know prefixes (`docs/kv-events.md`). endpoint: where the publisher listens. allow_remote:
+    must be set where that is not on this machine alone; ZeroMQ asks nobody for a password. queue: events that may
+    wait; more are dropped and counted."""
+
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    topic: str = ""
+    queue: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    allow_remote: bool = False
+
+    @model_validator(mode="after")
+    def _exposure(self) -> KvEventsConfig:
+        host = re.fullmatch(r"tcp://(\[[^]]*\]|[^:\[\]]+):(\*|\d+)", self.endpoint)
+        if host is None and not re.fullmatch(r"ipc://.+", self.endpoint):
+            raise ValueError(
+                f"endpoint = {self.endpoint!r} must be like tcp://127.0.0.1:5557 or ipc:///run/kvtier/events"
+            )
+        if host is not None and host[1] not in ("127.0.0.1", "[::1]") and not self.allow_remote:
+            raise ValueError(
+                f"endpoint = {self.endpoint!r} can be read by other machines, without a password: use 127.0.0.1, or "
+                "set allow_remote: true"
+            )
+        return self
+
+
 class Config(_Block):
     """The whole block.
 
@@ -284,7 +310,8 @@ class Config(_Block):
 
     What is watched (`docs/metrics.md`): ghosts, hit rates of other sizes; explain_sample, the share of requests that
     ``kvtier explain`` knows; slow_restore, from where a restore is logged; record, a new file for lookups
-    (`docs/replay.md`); opentelemetry, spans; debug, whether the accounting is checked at run time.
+    (`docs/replay.md`); opentelemetry, spans; kv_events, what routers are told; debug, whether the accounting is checked
+    at run time.
     """
 
     kv_cache_compression_config: tuple[CompressionConfig, ...] = Field(
@@ -307,6 +334,7 @@ class Config(_Block):
     slow_restore: Seconds | None = 1.0
     record: Annotated[Path | None, Field(strict=False)] = None
     opentelemetry: bool = False
+    kv_events: KvEventsConfig | None = None
     debug: bool = False
 
     @model_validator(mode="after")

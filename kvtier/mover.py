@@ -83,7 +83,7 @@ class PageMover:
         self._beside = beside
         if not beside:
             store.break_even.page_holds(spec.page_tokens)
-            store.observer.page_holds(spec.page_tokens)
+            store.observer.page_holds(spec.page_tokens, self._fingerprint)
         store.inventory.describe(namespace, spec.hot_page_bytes if namespace.spec else 0)
         self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret

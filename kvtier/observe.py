@@ -25,7 +25,9 @@ from kvtier.workers import WorkerPool
 
 if TYPE_CHECKING:
     from kvtier.breakeven import BreakEven
+    from kvtier.config import KvEventsConfig
     from kvtier.inventory import Inventory
+    from kvtier.kv_events import KvEvents
     from kvtier.replay.recorded import LookupRecorder
     from kvtier.telemetry import Spans
 
@@ -46,6 +48,7 @@ class ObserveOptions:
     record: Path | None = None
     opentelemetry: bool = False
     debug: bool = False
+    kv_events: KvEventsConfig | None = None
 
 
 class Observer:
@@ -54,9 +57,9 @@ class Observer:
     inventory: Inventory | None = None
     """Of the store that is watched, for the status page; None: nobody may ask over HTTP."""
 
-    def page_holds(self, tokens: int) -> None:
-        """Pages hold so many tokens; called before the first of them moves. May raise what keeps an engine from
-        starting."""
+    def page_holds(self, tokens: int, spec: bytes = b"") -> None:
+        """Pages, by the fingerprint of their geometry, hold so many tokens; called before the first of them moves. May
+        raise what keeps an engine from starting."""
 
     def looked_up(self, keys: Sequence[bytes]) -> None:
         """Pages were asked for and counted outside of a `Lookup`."""
@@ -66,6 +69,12 @@ class Observer:
 
     def stored(self, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         """New pages were committed."""
+
+    def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
+        """Pages are in one of the tiers now, new ones in the first, too; may be told twice."""
+
+    def left(self, tier: str, keys: Sequence[bytes]) -> None:
+        """Pages are no longer in one of the tiers, whatever the reason."""
 
     def deleted(self, keys: Sequence[bytes]) -> None:
         """Pages were deleted on somebody's wish."""
@@ -117,6 +126,14 @@ class Watch(Observer):
             from kvtier.telemetry import Spans
 
             self._spans = Spans()
+        self._events: KvEvents | None = None
+        if options.kv_events is not None:
+            from kvtier.kv_events import EventOptions, KvEvents, Publisher
+
+            asked = options.kv_events
+            publisher = Publisher(EventOptions(asked.endpoint, asked.topic, asked.queue))
+            ledger.registry.register(publisher)
+            self._events = KvEvents(publisher)
         self._recorder: LookupRecorder | None = None
         # Recorded by a thread of its own: hashing a thousand keys takes a millisecond, a full disk longer.
         self._writer = WorkerPool("kvtier-record", 1 if options.record else 0, partial(self._failed, "record"))
@@ -129,8 +146,10 @@ class Watch(Observer):
         found = list(islice(pages, ROWS))
         self._origins.stored([meta.origin for _, meta in found], [key for key, _ in found])
 
-    def page_holds(self, tokens: int) -> None:
+    def page_holds(self, tokens: int, spec: bytes = b"") -> None:
         self._page_tokens = tokens
+        if self._events is not None:
+            self._events.page_holds(tokens, spec)
         if self._options.record is not None and self._recorder is None:
             from kvtier.replay.recorded import LookupRecorder
 
@@ -144,6 +163,14 @@ class Watch(Observer):
         if self._ghosts is not None:
             self._ghosts.stored(keys, [meta.nbytes for meta in metas])
         self._origins.stored([meta.origin for meta in metas], keys)
+
+    def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
+        if self._events is not None:
+            self._events.stored(tier, keys, metas)
+
+    def left(self, tier: str, keys: Sequence[bytes]) -> None:
+        if self._events is not None:
+            self._events.removed(tier, keys)
 
     def deleted(self, keys: Sequence[bytes]) -> None:
         if self._ghosts is not None:
@@ -283,6 +310,8 @@ class Watch(Observer):
             _log.warning("closed while lookups were still being recorded: the last ones are lost")
         if self._recorder is not None:
             self._recorder.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def ledger_faults(snapshot: LedgerSnapshot) -> list[str]:

@@ -56,6 +56,7 @@ class Promotions:
         deadline_s: float,
         threads: int,
         on_error: Callable[[BaseException], None],
+        arrived: Callable[[Sequence[bytes], Sequence[PageMeta]], None],
     ) -> None:
         self._host = host
         self._lower = tuple(lower)
@@ -66,6 +67,7 @@ class Promotions:
         self._changed = changed
         self._lookups = lookups
         self._was_evicted = was_evicted
+        self._told = arrived
         self._deadline_s = deadline_s
         self.waiting: dict[bytes, list[Lookup]] = {}
         """Requests by the page that they wait for."""
@@ -255,6 +257,7 @@ class Promotions:
         if gone:
             self._room.abort([key for key, _ in gone], [slot for _, slot in gone])
         if pages:
+            self._told(keys, [meta for _, _, meta in pages])
             self._spillers[tier.name].promoted(keys)
             for spiller in fills:
                 spiller.stored(keys)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.abc.tier import PutItem, PutStatus, StagingTier, Tier
+from kvtier.abc.tier import PageMeta, PutItem, PutStatus, StagingTier, Tier
 from kvtier.errors import ClosedError
 from kvtier.ledger import Ledger
 from kvtier.placement import Admission, TierRules, Write
@@ -19,6 +19,7 @@ _AHEAD_SHARE = 64
 """Pages are written back whenever one part in so many of the host tier was stored: half of what goes soon."""
 _STUCK_S = 5.0
 _OFFERED_MAX = 65536
+_THERE = (PutStatus.STORED, PutStatus.EXISTS)
 
 
 class Spiller:
@@ -37,6 +38,7 @@ class Spiller:
         ledger: Ledger,
         freed: Callable[[], None],
         on_error: Callable[[BaseException], None],
+        arrived: Callable[[Sequence[bytes], Sequence[PageMeta]], None],
     ) -> None:
         self.tier = tier
         self.bit = bit
@@ -44,6 +46,7 @@ class Spiller:
         self._host = host
         self._ledger = ledger
         self._freed = freed
+        self._arrived = arrived
         self._stored = 0  # since pages were last written back
         self._due = 1
         self._lock = threading.Lock()
@@ -228,6 +231,11 @@ class Spiller:
             statuses = self.tier.put_many(puts)
             self._ledger.time_tier(self.tier.name, "put", time.monotonic() - start)
             self._ledger.spilled(self.tier.name, statuses)
+            here = [put for put, status in zip(puts, statuses, strict=True) if status in _THERE]
+            if not self.tier.capabilities.shared:  # later ones may have pushed out earlier ones
+                there = self.tier.contains_many([put.key for put in here])
+                here = [put for put, still in zip(here, there, strict=True) if still]
+            self._arrived([put.key for put in here], [put.meta for put in here])
         finally:
             self._busy_since = 0.0
             self._host.written(pins, self.bit)

@@ -107,6 +107,7 @@ class TieredStore:
                 self.ledger,
                 self._room.freed,
                 partial(self._worker_error, "spill"),
+                partial(self.observer.arrived, tier.name),
             )
             for i, tier in enumerate(lower)
         }
@@ -126,6 +127,7 @@ class TieredStore:
             deadline_s=promote_deadline_s,
             threads=promote_threads,
             on_error=partial(self._worker_error, "promote"),
+            arrived=partial(self.observer.arrived, host.name),
         )
         self._has_shared = any(t.capabilities.shared for t in lower)
         for tier in (host, *lower):
@@ -171,6 +173,7 @@ class TieredStore:
         for spiller in self._spillers.values():
             spiller.stored(keys if spiller.takes_new else again)
         self.observer.stored(keys, metas)
+        self.observer.arrived(self.host.name, keys, metas)
         self._room.filled(slots)
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
@@ -501,6 +504,7 @@ class TieredStore:
     def _removed(self, tier: str, keys: Sequence[bytes], removal: Removal) -> None:
         if self._on_removed is not None:
             self._on_removed(keys, removal)
+        self.observer.left(tier, keys)
         if removal is not Removal.EVICTED:
             return
         self._evicted.add(keys)

@@ -17,7 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("connectors", "kernels", "storage_backends")
-LEAVES = ("kvtier.codecs.lossless", "kvtier.compression.compaction.matching_reference", "kvtier.telemetry")
+LEAVES = (
+    "kvtier.codecs.lossless",
+    "kvtier.compression.compaction.matching_reference",
+    "kvtier.kv_events",
+    "kvtier.telemetry",
+)
 """Modules of the core that need an extra, and say which."""
 NOT_SHIPPED = {".cpp", ".h", ".hpp", ".pyc", ".so"}
 

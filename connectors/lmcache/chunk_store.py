@@ -23,6 +23,7 @@ from kvtier.connectors.lmcache.chunks import Attention, Chunk, ChunkLayout, plai
 from kvtier.connectors.lmcache.gate import Gate, Passage
 from kvtier.connectors.lmcache.identity import namespace_of
 from kvtier.connectors.lmcache.options import AdapterOptions
+from kvtier.errors import ConfigError
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
 from kvtier.lookup import UNPINNED, Lookup
@@ -81,6 +82,11 @@ class ChunkStore:
     ) -> None:
         self.options = options
         self._config = options.config
+        if self._config.kv_events is not None:
+            raise ConfigError(
+                "kv_events: LMCache names chunks by hashes of its own, which are no engine's block hashes; leave it "
+                "out, and have LMCache publish its events"
+            )
         self.catalogue = Catalogue(on_stored, on_removed)
         self._gate = Gate()
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from kvtier.abc.tier import TierUsage
 from kvtier.breakeven import BreakEven
 from kvtier.compression import EvictionMetrics
 from kvtier.ghosts import Ghosts
+from kvtier.kv_events import EventOptions, Publisher
 from kvtier.ledger import Ledger, MissReason, OffloadOutcome
 from kvtier.server.stats import ServerStats
 from kvtier.storage_backends.nvme.tier import NvmeTier
@@ -57,8 +58,10 @@ def test_names_types_and_labels_of_single_parts(tmp_path: Path) -> None:
     nvme = NvmeTier(tmp_path, 1 << 20, io_threads=1)
     counters = RedisCounters(*[0] * len(RedisCounters.__slots__))
     stats = ServerStats(("get",), dict, lambda: {"somebody": 0})
-    shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats, BreakEven(["nvme"]))
+    events = Publisher(EventOptions("tcp://127.0.0.1:*"))
+    shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats, BreakEven(["nvme"]), events)
     nvme.close()
+    events.close()
     # SGLang's cannot be imported here: they are read from the source.
     for path in (ROOT / "connectors" / "sglang").glob("*.py"):
         text = path.read_text()
