@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 BLOCK = {
     "tiers": [{"type": "host", "capacity": "1GiB"}],
@@ -20,7 +21,7 @@ ON_CPU = {
     "grammar_backend": "none",
     "max_total_tokens": 8192,
     "max_running_requests": 8,
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.5,  # of what is free; max_total_tokens is what counts
 }
 
 
@@ -43,8 +44,10 @@ def main(model: str, on_cpu: bool) -> None:
         prompt = [5 + i * 7 % 400 for i in range(200)]
         for turn in ("computed", "from kvtier"):
             answer = engine.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 4})
-            print(f"{turn}: {answer['meta_info']['cached_tokens']} of {len(prompt)} tokens were cached")
-            engine.flush_cache()  # the device forgets; pages on their way out are waited for
+            found = answer["meta_info"]["cached_tokens_details"] or {}
+            print(f"{turn}: {found.get('host', 0)} of {len(prompt)} tokens; on the device: {found.get('device', 0)}")
+            while not engine.flush_cache().success:  # the device forgets; refused until the request is put away
+                time.sleep(0.1)
     finally:
         engine.shutdown()
 

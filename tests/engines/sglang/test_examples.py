@@ -16,5 +16,5 @@ def test_sglang_offline_reads_back_what_left_the_device(tiny: Path, tmp_path: Pa
     command = [sys.executable, str(EXAMPLE), str(tiny), "--cpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "computed: 0 of 200 tokens were cached" in done.stdout
-    assert "from kvtier: 192 of 200 tokens were cached" in done.stdout
+    assert "computed: 0 of 200 tokens; on the device: 0" in done.stdout
+    assert "from kvtier: 192 of 200 tokens; on the device: 0" in done.stdout
