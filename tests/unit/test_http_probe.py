@@ -27,6 +27,11 @@ from kvtier.store import TieredStore
 NBYTES = 5000
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.server.probe.TIER_DEADLINE_S", 60.0)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
     store = TieredStore(HostTier(1 << 20), [NvmeTier(tmp_path / "pages", 4 << 20)])
