@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvtier.abc.codec import EncodeResult
 from kvtier.codecs import native, pinned
 from kvtier.codecs.native import Pages
+from kvtier.codecs.ranges import device_range
 from kvtier.errors import CodecError, missing_extra
 from kvtier.hot import HotBuffer, HotPool
 from kvtier.kernels import _native
@@ -52,9 +53,10 @@ class Encoding:
         """Wait for the launch, then compute the checksums. Raises CodecError if a part was never written."""
         from kvtier.kernels.nvfp4.triton import DONE, UNWRITTEN
 
-        if self.event is not None:
-            self.event.synchronize()
-        self.slots.bring_back(self.pages.offsets, self.layout.cold_page_bytes)
+        with device_range(self.event is not None, "encode, waiting", len(self.pages.ids)):
+            if self.event is not None:
+                self.event.synchronize()
+            self.slots.bring_back(self.pages.offsets, self.layout.cold_page_bytes)
         status = self.status.flatten(1).numpy()
         if (status == UNWRITTEN).any():
             raise CodecError("the device did not write all parts of all pages; nothing of them may be used")
@@ -78,8 +80,9 @@ class Decoding:
         return self.event is None or bool(self.event.query())
 
     def finish(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+        with device_range(self.event is not None, "decode, waiting", len(self.slots.offsets)):
+            if self.event is not None:
+                self.event.synchronize()
 
 
 def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[np.uint64]) -> EncodeResult:
@@ -131,7 +134,7 @@ def enqueue_encode(layout: ColdLayout, pool: HotPool, pages: Pages) -> Encoding:
     kernels, plan = _prepare(layout, pool)
     count = len(pages.ids)
     slots = _map(pool, pages, layout.cold_page_bytes, before=False)
-    with _stream(pool.device) as stream:
+    with device_range(pool.device != "cpu", "encode", count), _stream(pool.device) as stream:
         rows, table = _upload(plan, pages, slots, pool.device)
         size = (count, plan.parts, kernels.splits_for(count, plan.parts))
         status = _torch().zeros(size, dtype=_torch().uint8, device=pool.device)
@@ -145,7 +148,7 @@ def enqueue_decode(layout: ColdLayout, pool: HotPool, pages: Pages, buffers: ran
     native.decode_parts(layout, native.plan_of(layout, pool), pages, range(0))
     kernels, plan = _prepare(layout, pool)
     slots = _map(pool, pages, layout.cold_page_bytes, before=True)
-    with _stream(pool.device) as stream:
+    with device_range(pool.device != "cpu", "decode", len(pages.ids)), _stream(pool.device) as stream:
         rows, table = _upload(plan, pages, slots, pool.device)
         kernels.enqueue_decode(plan, rows, table, slots.address, parts.start, parts.stop)
         return Decoding(slots, stream.event())
