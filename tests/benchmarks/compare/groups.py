@@ -62,8 +62,12 @@ class Group:
         return max(ratios, default=None)
 
     def threshold(self, column: Column) -> float:
-        """The ratio from which on two figures are called different."""
-        return EXACT_FLOOR if column.exact else max(FLOOR, self.noise(column) or FLOOR)
+        """The ratio from which on two figures are called different: the noise of their column, or of the group's worst
+        where nothing in the column ran twice."""
+        if column.exact:
+            return EXACT_FLOOR
+        noise = self.noise(column)
+        return max(FLOOR, noise if noise is not None else max((self.noise(c) or FLOOR for c in self.columns)))
 
     def advantage(self, column: Column, ours: str, other: str) -> float | None:
         """How many times better `ours` is; less than 1 where it is worse, None where either has no figure."""

@@ -49,13 +49,10 @@ class Pool:
         )  # fmt: skip
         host, info, more = _mha_host_inputs(device)
         self.host = host(info, 3.0, 0, PAGE_TOKENS, "page_first_direct", pin_memory=False, **more)
-        self._values().zero_()
-        self._values()[:, : self.pages] = torch.from_numpy(self._paged(kv)).view(torch.bfloat16)
-
-    def _values(self) -> Any:
-        """``[2, pages, layers, tokens of a page, heads, dim]``"""
-        buffer = self.host.kv_buffer
-        return torch.stack(tuple(buffer)) if isinstance(buffer, tuple) else buffer
+        self._sides = [self.host.kv_buffer[side] for side in (0, 1)]  # [pages, layers, tokens of a page, heads, dim]
+        for side, values in zip(self._sides, self._paged(kv), strict=True):
+            side.zero_()
+            side[: self.pages] = torch.from_numpy(values).view(torch.bfloat16)
 
     def _paged(self, kv: KV) -> Any:
         two, layers, _, heads, dim = kv.shape
@@ -68,11 +65,14 @@ class Pool:
         return torch.arange(first * PAGE_TOKENS, (first + count) * PAGE_TOKENS)
 
     def clear(self) -> None:
-        self._values()[:, self.pages : 2 * self.pages].zero_()
+        """Of what was loaded."""
+        for side in self._sides:
+            side[self.pages : 2 * self.pages].zero_()
 
     def error(self) -> float:
-        got = self._values()[:, self.pages : 2 * self.pages].contiguous().view(torch.int16).numpy().view(np.uint16)
-        return relative_error(got, self._paged(self.kv).view(np.uint16))
+        """Of what was loaded, relative."""
+        got = torch.stack([side[self.pages : 2 * self.pages] for side in self._sides]).view(torch.int16)
+        return relative_error(got.numpy().view(np.uint16), self._paged(self.kv).view(np.uint16))
 
 
 class FileStorage:
@@ -255,7 +255,10 @@ def load_engine() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
+    from kvtier.cli import sglang_on_cpu
+
     load_plugins()
+    sglang_on_cpu.allow_host_pools()
 
 
 def main() -> None:

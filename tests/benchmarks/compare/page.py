@@ -71,7 +71,8 @@ def _how(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     given = sorted({result["kv"] for result in results})
     yield from _wrapped(
-        f"Commands with `{{kv}}` were given the same K and V in BF16, of the shape of SmolLM2-135M: {', '.join(given)}; "
+        "Commands with `{kv}` were given the same K and V in BF16, of the shape of SmolLM2-135M: "
+        f"{', '.join(given)}; "
         "the others make data of their own."
         + ("" if len(given) == 1 else " **Not all parts were given the same.**")
         + " MB and GB are decimal and of hot bytes, as the engine has them, whatever is stored; figures are medians, "
@@ -82,7 +83,8 @@ def _how(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from _wrapped(
         "**Noise.** What runs twice under one name has `again` behind it: by how much its two figures differ is the "
         "noise of the table, given in its last line. Two figures are called different below only where they differ by "
-        f"more than that, and by {100 * (FLOOR - 1):.0f} % at least; sizes and errors, which have no noise, by "
+        f"more than that (the largest of the table where nothing in a column ran twice), and by "
+        f"{100 * (FLOOR - 1):.0f} % at least; sizes and errors, which have no noise, by "
         f"{100 * (EXACT_FLOOR - 1):.1f} %. A load before a part of much less than one means that nothing else ran."
     )
 
