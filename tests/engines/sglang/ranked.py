@@ -8,7 +8,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,21 +31,23 @@ def run_ranks(script: Script, folder: Path, model: Path, *, tp: int = 1, pp: int
         child.start()
         there.close()
         children.append((child, here))
-    answers: list[Any] = []
+    answers: dict[int, Any] = {}
     try:
         give_up = time.monotonic() + LIMIT_S
-        for rank, (_, pipe) in enumerate(children):
-            assert pipe.poll(max(0.0, give_up - time.monotonic())), f"rank {rank} hangs"
-            error, answer = pipe.recv()
-            assert error is None, f"rank {rank}: {error}"
-            answers.append(answer)
+        while waiting := {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in answers}:
+            told = wait(list(waiting), max(0.0, give_up - time.monotonic()))
+            assert told, f"ranks {sorted(waiting.values())} hang"
+            for pipe, rank in waiting.items():
+                if pipe in told:  # the first to fail: the others may be waiting for it
+                    error, answers[rank] = pipe.recv()
+                    assert error is None, f"rank {rank}: {error}"
     finally:
         for child, pipe in children:
             child.join(0.0 if child.exitcode is not None or len(answers) < len(children) else 60.0)
             child.kill()
             child.join()
             pipe.close()
-    return answers
+    return [answers[rank] for rank in range(len(children))]
 
 
 def _main(script: Script, folder: Path, model: Path, rank: int, tp: int, pp: int, pipe: Connection) -> None:
