@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types package-check test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long docs deploy-render bench compare clean
+.PHONY: help demo test lint types package-check package-check-extras test-sglang test-sglang-long test-lmcache test-vllm demo-sglang triton-check test-gpu test-native test-long docs deploy-render bench compare clean
 
 # The Python of the environment $(1), made on first use.
 in = python=$$(tools/venv.sh $(1))
@@ -47,6 +47,9 @@ types: ## Check types
 
 package-check: ## Build sdist and wheel, compare them, and import from an empty environment
 	@$(call in,test); "$$python" tools/package_check.py
+
+package-check-extras: ## Install the wheel with each extra that needs torch, alone, and use it (10 minutes, some GB)
+	@$(call in,test); "$$python" tools/package_extras.py
 
 test-sglang: ## Run the tests against the real SGLang
 	@$(call in_engine,sglang); "$$env/bin/python" -m pytest tests/engines/sglang $(PYTEST_ARGS)

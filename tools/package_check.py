@@ -1,5 +1,6 @@
 """Check what would be published: build the sdist, a wheel from it and a wheel from the tree, and compare them with
-each other and with the tree; then install the wheel with its base dependencies only and use it.
+each other and with the tree; then install the wheel with its base dependencies only, and with each light extra, and use
+it.
 
 Run by `make package-check`, in the test environment.
 """
@@ -158,6 +159,7 @@ def main() -> None:
         compare(files_of(direct), files_of(from_sdist), files_of_tree())
         say(f"{len(files_of(direct))} files, the same in both wheels and all that the tree has")
         say(f"installed alone: {use(from_sdist, folder)} modules import, bare names stay free, kvtier size is right")
+        print(run(sys.executable, ROOT / "tools/package_extras.py", "--light", "--wheel", from_sdist), end="")
 
 
 if __name__ == "__main__":
