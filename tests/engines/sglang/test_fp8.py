@@ -146,7 +146,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ]
         methods = [{"algorithm": "quantization_for_cold_page", **method}]
         block = {"tiers": tiers, "kv_cache_compression_config": methods, "promote_deadline": "60s", "break_even": False}
-        running.append(EngineProcess(model, block, tmp_path / "run", page_size=16, kv_cache_dtype="fp8_e4m3"))
+        options: dict[str, Any] = {"page_size": 16, "dtype": "float32", "kv_cache_dtype": "fp8_e4m3"}
+        running.append(EngineProcess(model, block, tmp_path / "run", **options))
         return running[-1]
 
     yield start
