@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +35,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+TMPDIR_BYTES_MAX = 40
+"""What leaves room for a socket in a test's own folder: its name has 107 bytes at most."""
+
 JOIN_S = 60.0
 """How long the threads and processes that are on their way out may take, together."""
 
@@ -40,6 +45,14 @@ FOREIGN_THREADS = ("tqdm", "TMonitor", "pytest_timeout", "Thread-auto")
 """Threads that libraries keep for the life of the process."""
 
 FOREIGN_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Short names for temporary folders, also where TMPDIR is a long one."""
+    if config.option.basetemp is None and len(os.fsencode(tempfile.gettempdir())) > TMPDIR_BYTES_MAX:
+        config.option.basetemp = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
 @pytest.fixture(scope="session", autouse=True)
