@@ -104,7 +104,7 @@ def test_all_parts_become_tables(tmp_path: Path) -> None:
     ]  # fmt: skip
     kvzip = [
         {"system": system, "op": op, "seconds": s, "least_s": s - 0.1, "most_s": s + 0.1, "samples": 3, "tokens": 1024,
-         "agreement": 0.99}
+         "cpu_s": s, "agreement": 0.99}
         for system, op, s in (("transformers", "prefill", 2.0), ("kvtier", "scored", 6.0), ("kvpress", "scored", 7.0))
     ]  # fmt: skip
     rows = {

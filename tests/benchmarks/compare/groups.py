@@ -67,7 +67,7 @@ class Group:
         if column.exact:
             return EXACT_FLOOR
         noise = self.noise(column)
-        return max(FLOOR, noise if noise is not None else max((self.noise(c) or FLOOR for c in self.columns)))
+        return max(FLOOR, noise if noise is not None else max(self.noise(c) or FLOOR for c in self.columns))
 
     def advantage(self, column: Column, ours: str, other: str) -> float | None:
         """How many times better `ours` is; less than 1 where it is worse, None where either has no figure."""
@@ -246,11 +246,12 @@ def _ttft(rows: Rows) -> list[Group]:
 
 
 def _kvzip(rows: Rows) -> list[Group]:
-    seconds = Column("prefill and scoring, s", digits=2)
+    seconds, cpu = Column("prefill and scoring, s", digits=2), Column("CPU, s", digits=2)
     table: dict[str, dict[str, float]] = {}
     for row in rows:
         table[f"{row['system']}, prefill alone" if row["op"] == "prefill" else row["system"]] = {
-            seconds.title: float(row["seconds"])
+            seconds.title: float(row["seconds"]),
+            cpu.title: float(row["cpu_s"]),
         }
     note = (
         f"SmolLM2-135M in float32 on CPUs, {rows[0]['tokens']:,} tokens, half of the pairs removed; median of "
@@ -258,4 +259,4 @@ def _kvzip(rows: Rows) -> list[Group]:
     )
     spread = {seconds.title: max(row["most_s"] / row["least_s"] for row in rows)}
     baseline = tuple(name for name in table if name.endswith("prefill alone"))
-    return [Group("KVzip", note, (seconds,), table, baseline, spread)]
+    return [Group("KVzip", note, (seconds, cpu), table, baseline, spread)]

@@ -1,20 +1,26 @@
 """KVzip on one model and context: the time that kvpress takes, and kvtier.
 
-    python -m tests.benchmarks.compare.kvzip TOKENS ROUNDS
+    python -m tests.benchmarks.compare.kvzip TOKENS ROUNDS PYTHON
 
-prints rows as JSON. ``prefill`` is the context's forward pass alone; ``scored`` is prefill, scoring passes and the
-choice of what stays, half of the pairs of token and KV head. Both run SmolLM2 in float32 in the same process, each its
-own copy, with kvpress's default chunk. ``agreement`` is the share of pairs about which both say the same; half of it
-is what two that know nothing of each other would have."""
+prints rows as JSON. PYTHON is that of an environment with kvpress. ``prefill`` is the context's forward pass alone;
+``scored`` is prefill, scoring passes and the choice of what goes: half of the pairs of token and KV head. Both run
+SmolLM2 in float32, with kvpress's default chunk, in turns. ``agreement`` is the share of pairs about which both say the
+same; half of them is what two would have that know nothing of each other."""
 
 from __future__ import annotations
 
-import importlib
 import json
+import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 
@@ -26,76 +32,96 @@ from kvtier.connectors.transformers.kvzip import compact_kvzip, repeat_prompts
 from tests.benchmarks.compare.samples import Row, Samples
 
 RATIO = 0.5
+Gone = npt.NDArray[np.bool_]
+"""``[layers, kv_heads, tokens]``"""
 
 
-class Bench:
-    """Both, on `tokens` tokens of the shipped agent sessions."""
+class Kvtier:
+    """On `tokens` tokens of the shipped agent sessions."""
 
     def __init__(self, tokens: int) -> None:
-        path = ensure_model()
-        ours = ColdPageEval.load(path)
-        self._model, self._tokenizer = ours.model, ours.tokenizer
-        self._ids = ours.windows(1, tokens)
-        kvpress = importlib.import_module("kvpress")
-        self._theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._theirs.config.name_or_path = str(path)  # kvpress loads the tokenizer from there
-        self._press = kvpress.KVzipPress(compression_ratio=RATIO)
-        self._family, self._prompts = family_of(self._model), repeat_prompts(self._tokenizer)
+        bench = ColdPageEval.load(ensure_model())
+        self._model, self._ids = bench.model, bench.windows(1, tokens)
+        self._family, self._prompts = family_of(bench.model), repeat_prompts(bench.tokenizer)
+
+    @property
+    def ids(self) -> list[int]:
+        ids: list[int] = self._ids[0].tolist()
+        return ids
 
     def prefill(self) -> Any:
         cache = transformers.DynamicCache(config=self._model.config)
         self._model.model(input_ids=self._ids, past_key_values=cache)
         return cache
 
-    def kvtier(self) -> torch.Tensor:
-        """What goes, ``[layers, kv_heads, tokens]``."""
-        ids = self._ids[0].tolist()
-        done = compact_kvzip(self._family, self.prefill(), ids, Recipe("kvzip", RATIO, "pair"), self._prompts)
-        gone = torch.ones(len(done.layers), len(done.layers[0].kept), len(ids), dtype=torch.bool)
+    def run(self) -> Gone:
+        done = compact_kvzip(self._family, self.prefill(), self.ids, Recipe("kvzip", RATIO, "pair"), self._prompts)
+        gone = np.ones((len(done.layers), len(done.layers[0].kept), len(self.ids)), np.bool_)
         for layer, chosen in enumerate(done.layers):
             for head, kept in enumerate(chosen.kept):
-                gone[layer, head, kept] = False
+                gone[layer, head, kept.numpy()] = False
         return gone
 
-    def kvpress(self) -> torch.Tensor:
-        """The same."""
-        cache = transformers.DynamicCache()
-        with self._press(self._theirs):
-            self._theirs.model(input_ids=self._ids, past_key_values=cache)
-        gone = []
-        for layer in self._theirs.model.layers:
-            mask = torch.zeros(self._model.config.num_key_value_heads, self._ids.shape[1], dtype=torch.bool)
-            _, heads, positions = layer.self_attn.masked_key_indices
-            mask[heads, positions] = True
-            layer.self_attn.masked_key_indices = None  # else the next pass would leave them out
-            gone.append(mask)
-        return torch.stack(gone)
+
+class Kvpress:
+    """`kvpress_worker`, running."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process, self._path = process, folder / "gone.npy"
+
+    def run(self, into: Samples) -> Gone:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("kvpress's process has no pipes")
+        stdin.write(json.dumps({"run": str(self._path)}) + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline() or "{}")
+        if not answer:
+            raise RuntimeError("kvpress's process ended; the lines above say why")
+        into.seconds.append(answer["seconds"])
+        into.cpu_s.append(answer["cpu_s"])
+        gone: Gone = np.load(self._path)
+        return gone
 
 
-def run(tokens: int, rounds: int) -> list[Row]:
-    """``{"system", "op", "seconds_p50", ..., "tokens", "agreement"}``."""
-    with torch.inference_mode():
-        bench = Bench(tokens)
-        works: dict[tuple[str, str], Callable[[], Any]] = {
-            ("transformers", "prefill"): bench.prefill,
-            ("kvtier", "scored"): bench.kvtier,
-            ("kvpress", "scored"): bench.kvpress,
-        }
-        samples = {key: Samples(1) for key in works}
-        results: dict[str, Any] = {}
+@contextmanager
+def kvpress(python: str, ids: list[int]) -> Iterator[Kvpress]:
+    command = [python, "-m", "tests.benchmarks.compare.kvpress_worker"]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpress-") as folder,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            if process.stdin is not None:
+                process.stdin.write(json.dumps({"model": str(ensure_model()), "ids": ids, "ratio": RATIO}) + "\n")
+            yield Kvpress(process, Path(folder))
+        finally:
+            process.kill()
+
+
+def run(tokens: int, rounds: int, python: str) -> list[Row]:
+    """``{"system", "op", "seconds", "least_s", "most_s", "samples", "cpu_s", "tokens", "agreement"}``."""
+    names = (("transformers", "prefill"), ("kvtier", "scored"), ("kvpress", "scored"))
+    samples = {name: Samples(1) for name in names}
+    ours = Kvtier(tokens)
+    same = 0.0
+    with torch.inference_mode(), kvpress(python, ours.ids) as theirs:
         for n in range(rounds + 1):
-            for key, work in works.items():
-                with (samples[key] if n else Samples(1)).one():
-                    results[key[0]] = work()
-    same = float((results["kvtier"] == results["kvpress"]).float().mean())
+            prefill, scored, their = (samples[name] if n else Samples(1) for name in names)
+            with prefill.one():
+                ours.prefill()
+            with scored.one():
+                gone = ours.run()
+            same = float((gone == theirs.run(their)).mean())
     return [
         {
             "system": system,
             "op": op,
-            "seconds": round(sorted(taken.seconds)[len(taken.seconds) // 2], 3),
+            "seconds": round(statistics.median(taken.seconds), 3),
             "least_s": round(min(taken.seconds), 3),
             "most_s": round(max(taken.seconds), 3),
             "samples": len(taken.seconds),
+            "cpu_s": round(statistics.median(taken.cpu_s), 3),
             "tokens": tokens,
             "agreement": round(same, 4),
         }
@@ -104,7 +130,7 @@ def run(tokens: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    sys.stdout.write(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]))) + "\n")
+    sys.stdout.write(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])) + "\n")
 
 
 if __name__ == "__main__":

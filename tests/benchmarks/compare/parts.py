@@ -31,8 +31,8 @@ class PartError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Part:
     """environment: a name of tools/env-engine.sh; empty: the Python that runs this. command: of its Python, with
-    ``{kv}`` and ``{folder}`` to be filled in. expected_s: on two quiet cores, for the time that is left
-    until a part has told its own."""
+    ``{kv}``, ``{folder}`` and ``{kvpress}``, the Python of the environment with kvpress, to be filled in. expected_s:
+    on two quiet cores, of which the time that is left is the sum."""
 
     name: str
     environment: str
@@ -54,7 +54,7 @@ FULL = (
     Part("lmcache", "compare", _bench("lmcache", "--kv", "{kv}", "--rounds", "7", "--directory", "{folder}"), 330),
     Part("redis", "compare", _bench("server"), 60),
     Part("hicache", "sglang", ("-m", f"{_OWN}.hicache", "{kv}", "7", "{folder}"), 150),
-    Part("kvzip", "compare", ("-m", f"{_OWN}.kvzip", "1024", "3"), 90),
+    Part("kvzip", "lmcache", ("-m", f"{_OWN}.kvzip", "1024", "3", "{kvpress}"), 90),
     Part("ttft", "sglang", _bench("sglang", "--model", "smollm2", "--directory", "{folder}"), 480),
 )
 KV_TOKENS = 4096
@@ -75,7 +75,7 @@ def small(part: Part) -> Part:
         "lmcache": _bench("lmcache", "--kv", "{kv}", "--rounds", "1", "--directory", "{folder}"),
         "redis": ("-m", f"{_OWN}.smoke", "redis"),
         "hicache": ("-m", f"{_OWN}.hicache", "{kv}", "1", "{folder}"),
-        "kvzip": ("-m", f"{_OWN}.kvzip", "256", "1"),
+        "kvzip": ("-m", f"{_OWN}.kvzip", "256", "1", "{kvpress}"),
         "ttft": _bench("sglang", "--model", "tiny", "--cold", "6", "--hits", "1", "--directory", "{folder}"),
     }
     return replace(part, command=command[part.name])
@@ -105,6 +105,8 @@ def python_of(environment: str) -> str:
 def execute(part: Part, python: str, kv: Path, folder: Path) -> list[dict[str, Any]]:
     """Run it; its rows. Its progress and warnings go to standard error."""
     given = {"{kv}": str(kv), "{folder}": str(folder)}
+    if "{kvpress}" in part.command:
+        given["{kvpress}"] = python_of("compare")
     command = [python, *(given.get(argument, argument) for argument in part.command)]
     return run_json(command, part.name)
 
