@@ -143,7 +143,12 @@ def measure(place: str, tier: dict[str, Any], folder: Path) -> None:
         "promote_deadline": "60s",
         "break_even": False,
     }
-    options: dict[str, Any] = {"dtype": "float32", "page_size": PAGE_TOKENS, "max_total_tokens": 6000}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "page_size": PAGE_TOKENS,
+        "max_total_tokens": 6000,
+        "mem_fraction_static": 0.5,  # of what is free, which others may be taking
+    }
     engine = EngineProcess(ensure_model(), block, folder / "run", skip_tokenizer_init=False, **options)
     try:
         sessions = prefixes(engine.encode)

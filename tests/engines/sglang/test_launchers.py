@@ -54,7 +54,7 @@ class Server:
         given = [
             *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"),
             *("--attention-backend", "torch_native", "--skip-tokenizer-init", "--grammar-backend", "none"),
-            *("--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "4"),
+            *("--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--max-running-requests", "4"),
             *("--page-size", str(PAGE), "--enable-cache-report", *flags),
         ]
         told = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore", **environment}
