@@ -18,7 +18,7 @@ from tools.docs_site.navigation import (
     linked_pages,
     sections,
 )
-from tools.docs_site.reference import ReferenceError, as_myst, read_module
+from tools.docs_site.reference import UnknownNameError, as_myst, read_module
 
 API = ROOT / "docs" / "api"
 COMPARISON = ROOT / "docs" / "comparison.md"
@@ -205,9 +205,9 @@ def test_a_module_is_described_by_signatures_and_docstrings(tmp_path: Path) -> N
     module = read_module(tmp_path, "sample")
     assert as_myst(module) == MYST
     assert as_myst(module, ["move"]) == MYST[MYST.index("``````{py:function}") :]
-    with pytest.raises(ReferenceError, match="sample has no public gone; it has LIMIT, Color, Point, move"):
+    with pytest.raises(UnknownNameError, match="sample has no public gone; it has LIMIT, Color, Point, move"):
         as_myst(module, ["gone"])
-    with pytest.raises(ReferenceError, match=r"other: there is no other\.py"):
+    with pytest.raises(UnknownNameError, match=r"other: there is no other\.py"):
         read_module(tmp_path, "other")
 
 

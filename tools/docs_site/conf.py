@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.docs_site.navigation import INDEXED, all_pages, inner_pages, sections  # noqa: E402
-from tools.docs_site.reference import ReferenceError, as_myst, read_module  # noqa: E402
+from tools.docs_site.reference import UnknownNameError, as_myst, read_module  # noqa: E402
 
 project = "kvtier"
 project_copyright = "the kvtier developers, Apache-2.0"
@@ -57,7 +57,7 @@ class ApiModule(SphinxDirective):
         name = self.arguments[0]
         try:
             text = as_myst(read_module(ROOT, name), " ".join(self.content).split())
-        except ReferenceError as e:
+        except UnknownNameError as e:
             raise self.error(str(e)) from e
         self.env.note_dependency(str(ROOT.joinpath(*name.split(".")).with_suffix(".py")))
         parsed: list[nodes.Node] = self.parse_text_to_nodes(text, offset=self.content_offset)

@@ -18,7 +18,7 @@ _OUTER_FENCE = 6
 """Backticks around a name of a module; around its members one fewer. Docstrings have at most 3."""
 
 
-class ReferenceError(ValueError):
+class UnknownNameError(ValueError):
     """A page asks for a module or a name that is not there."""
 
 
@@ -42,11 +42,11 @@ class Module:
 
 
 def read_module(root: Path, name: str) -> Module:
-    """The module of that dotted name below `root`. Raises ReferenceError where there is none."""
+    """The module of that dotted name below `root`. Raises UnknownNameError where there is none."""
     path = root.joinpath(*name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.is_file():
-        raise ReferenceError(f"{name}: there is no {path.relative_to(root)}; correct the name on the page")
+        raise UnknownNameError(f"{name}: there is no {path.relative_to(root)}; correct the name on the page")
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     return Module(name, ast.get_docstring(tree) or "", _members(tree.body, source.splitlines(), in_module=True))
@@ -57,7 +57,7 @@ def as_myst(module: Module, only: Sequence[str] = ()) -> str:
     found = {member.name: member for member in module.members}
     missing = [name for name in only if name not in found]
     if missing:
-        raise ReferenceError(f"{module.name} has no public {', '.join(missing)}; it has {', '.join(found)}")
+        raise UnknownNameError(f"{module.name} has no public {', '.join(missing)}; it has {', '.join(found)}")
     parts = [] if only else [_prose(module.text)]
     parts += [_fenced(found[name], _OUTER_FENCE, module.name) for name in only or found]
     return "\n\n".join(part for part in parts if part) + "\n"
