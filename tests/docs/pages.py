@@ -170,4 +170,4 @@ def anchors(page: Path) -> frozenset[str]:
 
 def inline_commands(page: Path) -> list[str]:
     """``kvtier ...`` in running text."""
-    return re.findall(r"`(kvtier [a-z][^`\n]*)`", prose(page))
+    return re.findall(r"`(kvtier [a-z][a-z-]*(?: [^`\n]*)?)`", prose(page))
