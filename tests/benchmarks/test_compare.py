@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.cli import bench_codec_others
 from kvtier.testing.redis_servers import find_server
 from tests.benchmarks.compare import __main__ as driver
 from tests.benchmarks.compare import codecs, groups, kv, page, parts
@@ -137,7 +138,7 @@ def test_figures_of_samples() -> None:
 
 
 def test_codecs_on_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs.others, "work", lambda *_, **__: {})
+    monkeypatch.setattr(bench_codec_others, "work", lambda *_, **__: {})
     values = kv.random_kv(2 * codecs.PAGE_TOKENS + 5)
     rows = codecs.run(values, 1)
     by = {(row["system"], row["op"]): row for row in rows}

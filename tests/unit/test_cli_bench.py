@@ -57,6 +57,7 @@ def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp
         ("codec --threads 0", ("--threads 0", "from 1 up")),
         ("codec --threads 100000", ("--threads 100000", "up to 1024")),
         ("lmcache --rounds 0", ("--rounds 0", "from 1 up")),
+        ("lmcache --kv /dev/null/kv.npy", ("--kv /dev/null/kv.npy", "no such file")),
         ("tier --directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -64,8 +65,8 @@ class _Form:
         return {
             "encode": [lambda: self._encode(self._pages)],
             "decode": [lambda: self._decode(self._pages)],
-            "encode one": [lambda ids=ids: self._encode(ids) for ids in each],  # type: ignore[misc]
-            "decode one": [lambda ids=ids: self._decode(ids) for ids in each],  # type: ignore[misc]
+            "encode one": [partial(self._encode, ids) for ids in each],
+            "decode one": [partial(self._decode, ids) for ids in each],
         }
 
     def _encode(self, ids: npt.NDArray[np.int64]) -> None:
@@ -124,11 +125,11 @@ class _Memcpy:
         self._sink = np.ones_like(self._source)
 
     def works(self) -> Works:
-        one = [
-            lambda a=a, b=b: np.copyto(a, b)  # type: ignore[misc]
-            for a, b in zip(self._sink, self._source, strict=True)
-        ]
-        return {"copy": [lambda: np.copyto(self._sink, self._source)], "copy one": one}
+        each = zip(self._sink, self._source, strict=True)
+        return {
+            "copy": [partial(np.copyto, self._sink, self._source)],
+            "copy one": [partial(np.copyto, sink, source) for sink, source in each],
+        }
 
     def at_rest(self) -> float:
         return 1.0

@@ -116,22 +116,16 @@ class FileStorage:
 
 
 class OurStorage:
-    """As SGLang's controller uses it."""
+    """As SGLang's controller uses it. extra: of `configured`."""
 
-    def __init__(self, pool: Pool, folder: Path, quant: str) -> None:
-        from tests.engines.sglang import staging
+    def __init__(self, pool: Pool, extra: dict[str, Any]) -> None:
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+        from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-        cold_page = {"algorithm": "quantization_for_cold_page", "quant": quant}
-        block = {
-            "kv_cache_compression_config": [cold_page],
-            "tiers": [
-                {"type": "host", "capacity": "256MiB"},
-                {"type": "nvme", "path": str(folder), "capacity": "1GiB"},
-            ],
-            "promote_deadline": "60s",
-            "break_even": False,
-        }
-        self._storage = staging.open_storage(ensure_model(), block, pool.host, page=PAGE_TOKENS)
+        self._storage = StorageBackendFactory.create_backend("dynamic", _storage_config(extra), pool.host)
+        self._storage.register_mem_pool_host(pool.host)
+        self._storage.register_mem_host_pool_v2(pool.host, PoolName.KV)
+        self._storage.on_host_pools_registered()
 
     def store(self, keys: list[str], indices: torch.Tensor) -> None:
         if not all(self._storage.batch_set_v1(keys, indices)):
@@ -155,6 +149,42 @@ class OurStorage:
         self._storage.close()
 
 
+def configured(folder: Path, quant: str) -> dict[str, Any]:
+    """The storage's extra configuration, as SGLang makes it of kvtier's; the engine's arguments are then those of this
+    process."""
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    from kvtier.connectors.sglang.arguments import translate
+
+    block = {
+        "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": quant}],
+        "tiers": [
+            {"type": "host", "capacity": "256MiB"},
+            {"type": "nvme", "path": str(folder), "capacity": "1GiB"},
+        ],
+        "promote_deadline": "60s",
+        "break_even": False,
+    }
+    options = translate(
+        {
+            "model_path": str(ensure_model()),
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "page_size": PAGE_TOKENS,
+            "skip_tokenizer_init": True,
+            "kv_connector": "kvtier-hicache",
+            "kv_connector_config": block,
+        }
+    )
+    arguments = ServerArgs(**options)
+    arguments.resolve_once()
+    arguments.check_server_args()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    extra: dict[str, Any] = json.loads(options["hicache_storage_backend_extra_config"])
+    return extra
+
+
 def _storage_config(extra: dict[str, Any]) -> Any:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
@@ -169,6 +199,8 @@ class _Turn:
 
     def __init__(self, name: str, pool: Pool, folder: Path, n: int) -> None:
         self._name, self._pool, self._folder = name, pool, folder
+        name = self._name.removesuffix(AGAIN)
+        self._extra = None if name == FILE else configured(folder, _FORMS[name.removeprefix("kvtier ")])
         self._keys = [f"{n:08x}{page:056x}" for page in range(pool.pages)]
         self.samples: dict[str, Samples] = {}
         self.at_rest = self.error = 0.0
@@ -208,12 +240,7 @@ class _Turn:
     @contextmanager
     def _open(self) -> Iterator[Any]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = self._name.removesuffix(AGAIN)
-        storage = (
-            FileStorage(self._pool, self._folder)
-            if name == FILE
-            else OurStorage(self._pool, self._folder, _FORMS[name.removeprefix("kvtier ")])
-        )
+        storage = FileStorage(self._pool, self._folder) if self._extra is None else OurStorage(self._pool, self._extra)
         try:
             yield storage
         finally:

@@ -28,6 +28,7 @@ from kvtier.cli.demo_model import ensure_model
 from kvtier.cli.eval_cold_page import ColdPageEval
 from kvtier.compression.compaction.recipe import Recipe
 from kvtier.connectors.transformers.attention import family_of
+from kvtier.connectors.transformers.compat import cache_argument
 from kvtier.connectors.transformers.kvzip import compact_kvzip, repeat_prompts
 from tests.benchmarks.compare.samples import Row, Samples
 
@@ -51,7 +52,7 @@ class Kvtier:
 
     def prefill(self) -> Any:
         cache = transformers.DynamicCache(config=self._model.config)
-        self._model.model(input_ids=self._ids, past_key_values=cache)
+        self._model.model(input_ids=self._ids, **{cache_argument(self._model): cache})
         return cache
 
     def run(self) -> Gone:
