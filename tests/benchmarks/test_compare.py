@@ -191,6 +191,7 @@ def test_a_command_that_fails_is_named(tmp_path: Path) -> None:
         parts.measure(part, tmp_path / "kv.npy", "kv", tmp_path)
 
 
+@pytest.mark.timeout(600)
 def test_the_smallest_run_writes_a_page(tmp_path: Path) -> None:
     if find_server("redis") is None:
         pytest.skip("no redis-server: apt-get install redis-server")
@@ -199,4 +200,7 @@ def test_the_smallest_run_writes_a_page(tmp_path: Path) -> None:
     text = (report / page.PAGE).read_text()
     for words in ("kvtier nvfp4, again", "kvtier's Redis tier", "redis-py", "memcpy", "*noise, times*"):
         assert words in text
+    again = tmp_path / "again"
+    assert driver.main(["--render", str(report / page.FIGURES), "--report", str(again)]) == 0
+    assert (again / page.PAGE).read_text() == text
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".json", ".json", ".npy"]

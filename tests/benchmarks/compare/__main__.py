@@ -1,6 +1,7 @@
 """Runs the comparison and writes its page.
 
     python -m tests.benchmarks.compare [--parts codecs,lmcache,...] [--json] [--again] [--small | --smoke]
+    python -m tests.benchmarks.compare --render docs/results/compare.json --report docs/results
 
 ``make compare`` does it in the environment of the tests. Results are kept in build/compare, each under the digest of
 all that it depends on: a run that was interrupted goes on where it was, ``--again`` measures anew."""
@@ -26,6 +27,9 @@ from tests.benchmarks.compare.parts import Part, PartError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    if options.render is not None:
+        results = json.loads(options.render.read_text())
+        return _show(options, results)
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     chosen = _chosen(options)
@@ -35,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PartError as e:
         _say(str(e))
         return 1
+    return _show(options, results)
+
+
+def _show(options: argparse.Namespace, results: list[dict[str, Any]]) -> int:
     if options.json:
         sys.stdout.write(json.dumps(results) + "\n")
     if options.report is not None:
@@ -50,6 +58,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="folder of the page compare.md, its figures and plots")
     parser.add_argument("--json", action="store_true", help="print all results as one JSON list")
     parser.add_argument("--again", action="store_true", help="measure anew what is kept already")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing; the results are in FILE")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="every part as short as it goes: does all of it work?")
     size.add_argument("--smoke", action="store_true", help="the same with what the tests' own environment has")

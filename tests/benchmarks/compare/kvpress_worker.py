@@ -1,7 +1,8 @@
 """kvpress's KVzip in a process of its own, since it needs an older transformers than kvtier.
 
 Reads JSON lines from standard input: first ``{"model", "ids", "ratio"}``; then ``{"run": FILE}``, answered with
-``{"seconds", "cpu_s"}`` once FILE holds what goes, bool ``[layers, kv_heads, tokens]`` in numpy's format."""
+``{"seconds", "cpu_s", "prefix_tokens"}`` once FILE holds what goes, bool ``[layers, kv_heads, tokens]`` in numpy's format.
+prefix_tokens: those at the beginning that it takes for the chat template's, which it does not score."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ import transformers
 
 class Worker:
     def __init__(self, model: str, ids: list[int], ratio: float) -> None:
+        transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.config.name_or_path = model  # kvpress loads the tokenizer from there
+        self._prefix_tokens = 0
         self._press = importlib.import_module("kvpress").KVzipPress(compression_ratio=ratio)
+        prepare = self._press.prepare
+
+        def noting(*arguments: Any, **named: Any) -> Any:
+            self._prefix_tokens = self._press.prefix_length  # it is reset at the end
+            return prepare(*arguments, **named)
+
+        self._press.prepare = noting
         self._ids = torch.tensor([ids])
 
     def run(self, path: str) -> dict[str, float]:
@@ -37,7 +47,7 @@ class Worker:
             gone[n, heads.numpy(), positions.numpy()] = True
             layer.self_attn.masked_key_indices = None  # else the next pass would leave them out
         np.save(path, gone)
-        return {"seconds": seconds, "cpu_s": cpu_s}
+        return {"seconds": seconds, "cpu_s": cpu_s, "prefix_tokens": self._prefix_tokens}
 
 
 def main() -> None:

@@ -55,8 +55,9 @@ class Kvtier:
         self._model.model(input_ids=self._ids, **{cache_argument(self._model): cache})
         return cache
 
-    def run(self) -> Gone:
-        done = compact_kvzip(self._family, self.prefill(), self.ids, Recipe("kvzip", RATIO, "pair"), self._prompts)
+    def run(self, system_tokens: int) -> Gone:
+        recipe = Recipe("kvzip", RATIO, "pair")
+        done = compact_kvzip(self._family, self.prefill(), self.ids, recipe, self._prompts, system_tokens=system_tokens)
         gone = np.ones((len(done.layers), len(done.layers[0].kept), len(self.ids)), np.bool_)
         for layer, chosen in enumerate(done.layers):
             for head, kept in enumerate(chosen.kept):
@@ -69,6 +70,7 @@ class Kvpress:
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process, self._path = process, folder / "gone.npy"
+        self.prefix_tokens = 0
 
     def run(self, into: Samples) -> Gone:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -81,6 +83,7 @@ class Kvpress:
             raise RuntimeError("kvpress's process ended; the lines above say why")
         into.seconds.append(answer["seconds"])
         into.cpu_s.append(answer["cpu_s"])
+        self.prefix_tokens = answer["prefix_tokens"]
         gone: Gone = np.load(self._path)
         return gone
 
@@ -111,9 +114,10 @@ def run(tokens: int, rounds: int, python: str) -> list[Row]:
             prefill, scored, their = (samples[name] if n else Samples(1) for name in names)
             with prefill.one():
                 ours.prefill()
+            gone = theirs.run(their)
             with scored.one():
-                gone = ours.run()
-            same = float((gone == theirs.run(their)).mean())
+                ours_gone = ours.run(theirs.prefix_tokens)  # the same for both
+            same = float((gone == ours_gone).mean())
     return [
         {
             "system": system,
