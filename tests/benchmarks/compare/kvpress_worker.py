@@ -1,8 +1,8 @@
 """kvpress's KVzip in a process of its own, since it needs an older transformers than kvtier.
 
 Reads JSON lines from standard input: first ``{"model", "ids", "ratio"}``; then ``{"run": FILE}``, answered with
-``{"seconds", "cpu_s", "prefix_tokens"}`` once FILE holds what goes, bool ``[layers, kv_heads, tokens]`` in numpy's format.
-prefix_tokens: those at the beginning that it takes for the chat template's, which it does not score."""
+``{"seconds", "cpu_s", "prefix_tokens"}`` once FILE holds what goes: bool ``[layers, kv_heads, tokens]`` in numpy's
+format. prefix_tokens: those at the beginning that it takes for the chat template's, which it does not score."""
 
 from __future__ import annotations
 
