@@ -30,8 +30,9 @@ _FAMILIES = {
 """Families of prefixes by what the pages of an engine hold; a pool with opaque rows is DSA's with packed ones."""
 _FP8_MAX = 448.0
 _INDEX_DIM, _SCALE_BYTES, _PACKED_GROUP = 128, 4, 128
-_PAIRED_INDEXERS = ("GlmMoeDsaForCausalLM",)
-"""Architectures whose indexer turns pairs in transformers; DeepSeek V3.2's turns halves."""
+_ARCHITECTURES = {"DeepseekV3ForCausalLM": False, "DeepseekV32ForCausalLM": False, "GlmMoeDsaForCausalLM": True}
+"""Of MLA, those whose rotary columns transformers keeps first components before second ones; whether an indexer turns
+pairs, too. Where it does not, it turns halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,19 @@ class LatentForm:
     def of(config: Any, device: str) -> LatentForm:
         """Of an engine with the pool on `device`. `config`: the model's, as SGLang read it. Raises ArtefactError where
         the form is not known."""
+        architecture = (getattr(config, "architectures", None) or ["unknown"])[0]
+        if architecture not in _ARCHITECTURES:
+            raise ArtefactError(
+                f"this model is a {architecture}, whose rows transformers may write in another order than SGLang: of "
+                f"MLA, {', '.join(_ARCHITECTURES)} are served; remove the option compacted"
+            )
         pairs = bool(getattr(config, "rope_interleave", True))
         if getattr(config, "index_topk", None) is None:
             return LatentForm(pairs)
         index_pairs = bool(getattr(config, "indexer_rope_interleave", False))
-        architectures = getattr(config, "architectures", None) or ["unknown"]
-        if index_pairs != (architectures[0] in _PAIRED_INDEXERS):
+        if index_pairs != _ARCHITECTURES[architecture]:
             raise ArtefactError(
-                f"indexer_rope_interleave = {index_pairs} in the configuration of a {architectures[0]}: transformers "
+                f"indexer_rope_interleave = {index_pairs} in the configuration of a {architecture}: transformers "
                 "turns its index keys the other way, so that those of a file are not this engine's. Correct the "
                 "model's config.json, or remove the option compacted"
             )

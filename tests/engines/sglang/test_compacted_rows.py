@@ -227,6 +227,8 @@ def test_index_keys_that_transformers_turns_otherwise_are_refused() -> None:
         LatentForm.of(read("GlmMoeDsaForCausalLM"), "cuda")
     with pytest.raises(ArtefactError, match="indexer_rope_interleave = True in the configuration of a DeepseekV32"):
         LatentForm.of(read("DeepseekV32ForCausalLM", indexer_rope_interleave=True), "cuda")
+    with pytest.raises(ArtefactError, match="this model is a DeepseekV2ForCausalLM"):
+        LatentForm.of(SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]), "cuda")
 
 
 def test_each_rank_knows_which_heads_are_its_own() -> None:
