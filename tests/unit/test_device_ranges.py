@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 
-from kvtier.codecs import device, ranges
+from kvtier.codecs import device, native, ranges
 from kvtier.codecs.pinned import Mapped
 
 
@@ -72,16 +69,14 @@ def test_waiting_for_a_device_is_a_range(recorder: Recorder, monkeypatch: pytest
 def test_queueing_is_a_range(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, str, int]] = []
 
-    @contextmanager
-    def listening(on_device: bool, what: str, pages: int) -> Iterator[None]:
+    def listening(on_device: bool, what: str, pages: int) -> None:
         asked.append((on_device, what, pages))
         raise InterruptedError  # what follows needs a device
-        yield
 
     monkeypatch.setattr(device, "device_range", listening)
-    monkeypatch.setattr(device.native, "decode_parts", lambda *_: None)
-    monkeypatch.setattr(device.native, "plan_of", lambda *_: None)
-    monkeypatch.setattr(device.native, "parts_of", lambda *_: range(1))
+    monkeypatch.setattr(native, "decode_parts", lambda *_: None)
+    monkeypatch.setattr(native, "plan_of", lambda *_: None)
+    monkeypatch.setattr(native, "parts_of", lambda *_: range(1))
     monkeypatch.setattr(device, "_prepare", lambda *_: (None, None))
     monkeypatch.setattr(device, "_map", lambda *_, **__: Mapped(0, np.zeros(2, np.int64)))
     monkeypatch.setattr(device, "replace", lambda layout, **_: layout)

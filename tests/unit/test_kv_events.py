@@ -50,7 +50,7 @@ class Subscriber:
         raise AssertionError(f"nothing of {publisher.endpoint} arrived in {PATIENCE_S} s")
 
     def receive(self) -> tuple[bytes, int, Any]:
-        assert self.socket.poll(PATIENCE_S * 1000), f"no event in {PATIENCE_S} s, after {self.batches}"
+        assert self.socket.poll(int(PATIENCE_S * 1000)), f"no event in {PATIENCE_S} s, after {self.batches}"
         topic, number, payload = self.socket.recv_multipart()
         return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)
 
