@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.cli.demo_model import ensure_model
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module", autouse=True)
