@@ -50,7 +50,7 @@ class EngineProcess:
             "skip_tokenizer_init": True,
             "grammar_backend": "none",
             "disable_cuda_graph": True,
-            "mem_fraction_static": 0.1,
+            "mem_fraction_static": 0.5,  # of what is free, which others may be taking; the pool is max_total_tokens
             "max_total_tokens": 8192,
             "max_running_requests": 8,
             "log_level": "warning",
