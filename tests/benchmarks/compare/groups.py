@@ -255,7 +255,8 @@ def _kvzip(rows: Rows) -> list[Group]:
         }
     note = (
         f"SmolLM2-135M in float32 on CPUs, {rows[0]['tokens']:,} tokens, half of the pairs removed; median of "
-        f"{rows[0]['samples']}. Both say the same of {100 * rows[0]['agreement']:.1f} % of the pairs of token and head."
+        f"{rows[0]['samples']}. Both say the same of {100 * rows[0]['agreement']:.1f} % of the pairs of token and "
+        "head behind the chat template's prefix, which kvtier keeps and kvpress removes first."
     )
     spread = {seconds.title: max(row["most_s"] / row["least_s"] for row in rows)}
     baseline = tuple(name for name in table if name.endswith("prefill alone"))
