@@ -28,7 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "promote_deadline": "60s",
             "break_even": False,
         }
-        running.append(EngineProcess(model, block, tmp_path / "run", page_size=PAGE, **options))
+        running.append(EngineProcess(model, block, tmp_path / "run", page_size=PAGE, dtype="float32", **options))
         return running[-1]
 
     yield start
