@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.abc.tier import PROBE_PREFIX, PageMeta
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 REMEMBERED = 256
 """Descriptions that are kept in a file; the oldest make room."""
+DIGEST_BYTES = 32
 _ID_CHARS = 12
 _SHORTEST = 4
 ALL = "all"
@@ -76,14 +77,21 @@ def decode(data: bytes) -> list[Description]:
     try:
         stated = json.loads(data)
         if stated["kvtier_namespaces"] != FORMAT_VERSION:
-            raise ValueError(f"version {stated['kvtier_namespaces']}")
-        described = [Description(**fields) for fields in stated["namespaces"]]
-        for one in described:
-            bytes.fromhex(one.digest)
-    except (ValueError, KeyError, TypeError) as error:
-        _log.warning("descriptions of namespaces are not readable and left out: %s", error)
+            raise ValueError(f"version {stated['kvtier_namespaces']!r}")
+        return [_checked(Description(**one)) for one in stated["namespaces"][-REMEMBERED:]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _log.warning("descriptions of namespaces are not readable and left out: %r", error)
         return []
-    return described
+
+
+def _checked(one: Description) -> Description:
+    """Raises ValueError where a file says something else than a description."""
+    for field in fields(Description):
+        if type(getattr(one, field.name)).__name__ != field.type:
+            raise ValueError(f"{field.name} is no {field.type}")
+    if len(bytes.fromhex(one.digest)) != DIGEST_BYTES or one.hot_page_bytes < 0:
+        raise ValueError(f"digest {one.digest[:80]!r} of pages with {one.hot_page_bytes} bytes")
+    return one
 
 
 class Group(NamedTuple):
@@ -225,7 +233,7 @@ class Inventory:
         until `unpin` or the end of the process. Pages that are stored later are not pinned."""
         found = self._chosen(name)
         pages = {key: meta for group in found for key, meta in group.pages}
-        kept = list(pages) if dry_run else _true(pages, self._store.protect(list(pages)))
+        kept = _true(pages, self._store.protect(list(pages), dry_run=dry_run))
         return {
             **_done(found, len(kept), sum(pages[key].nbytes for key in kept)),
             "refused_pages": len(pages) - len(kept),

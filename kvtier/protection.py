@@ -22,19 +22,23 @@ class Protection:
         self._bytes: dict[bytes, int] = {}  # in the host tier, by page
         self._sum_bytes = 0
 
-    def add(self, keys: Sequence[bytes], except_for: Container[bytes]) -> list[bool]:
-        """Which of the pages are protected now: those that a tier has, as far as the limit allows."""
+    def add(self, keys: Sequence[bytes], except_for: Container[bytes], *, dry_run: bool = False) -> list[bool]:
+        """Which of the pages are protected now: those that a tier has, as far as the limit allows. dry_run: which would
+        be."""
         done = []
         with self._lock:
+            protected, sum_bytes = dict(self._bytes) if dry_run else self._bytes, self._sum_bytes
             for key in keys:
                 nbytes = -(-max(tier.length_many([key])[0] for tier in self._tiers) // SLOT_ALIGN) * SLOT_ALIGN
-                fits = key in self._bytes or self._sum_bytes + nbytes <= self._limit_bytes
+                fits = key in protected or sum_bytes + nbytes <= self._limit_bytes
                 done.append(nbytes > 0 and fits and key not in except_for)
                 if done[-1]:
-                    self._sum_bytes += nbytes - self._bytes.get(key, 0)
-                    self._bytes[key] = nbytes
-                    for tier in self._tiers:
+                    sum_bytes += nbytes - protected.get(key, 0)
+                    protected[key] = nbytes
+                    for tier in () if dry_run else self._tiers:
                         tier.protect_many([key], True)
+            if not dry_run:
+                self._sum_bytes = sum_bytes
         return done
 
     def end(self, keys: Sequence[bytes]) -> None:

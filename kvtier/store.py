@@ -205,11 +205,12 @@ class TieredStore:
         with self._lock:
             self._below.deleted(keys)
 
-    def protect(self, keys: Sequence[bytes]) -> list[bool]:
+    def protect(self, keys: Sequence[bytes], *, dry_run: bool = False) -> list[bool]:
         """Keep pages from being evicted from the local tiers that have them, until `unprotect` or the end of the
-        process; which of them are. Not those that no tier here has, nor what exceeds half of the host tier."""
+        process; which of them are. Not those that no tier here has, nor what exceeds half of the host tier. dry_run:
+        which would be."""
         with self._lock:
-            return self._protection.add(keys, self._below.deleting)
+            return self._protection.add(keys, self._below.deleting, dry_run=dry_run)
 
     def unprotect(self, keys: Sequence[bytes]) -> None:
         """Pages may make room again, like any other."""

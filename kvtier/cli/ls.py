@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvtier.cli.place import Json, TokenFile, Where, place_of
+from kvtier.cli.place import Json, TokenFile, Where, place_of, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,26 +32,29 @@ def ls(where: Where = "http://127.0.0.1:9404", token_file: TokenFile = None, jso
     if rows:
         console.print(table(rows))
     else:
-        console.print(f"{place.name} holds no pages.", highlight=False)
+        typer.echo(f"{printable(place.name)} holds no pages.")
     for tier in not_listed:
-        console.print(f"Not listed: {tier}, which others store in, too.", highlight=False)
+        typer.echo(f"Not listed: {printable(tier)}, which others store in, too.")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line per namespace and tier."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
     lines = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("namespace", "tier", "pages", "stored", "on device", "pinned"):
-        lines.add_column(column, justify="left" if column in ("namespace", "tier") else "right", no_wrap=True)
+    # On a narrow terminal names take several lines; figures, and ids to copy, stay whole.
+    lines.add_column("namespace", overflow="fold", min_width=12)
+    lines.add_column("tier", overflow="fold")
+    for column in ("pages", "stored", "on device", "pinned"):
+        lines.add_column(column, justify="right", no_wrap=True)
     lines.add_column("what", overflow="fold")
     for row in rows:
         hot = "" if row["hot_bytes"] is None else size(row["hot_bytes"])
         pinned = f"{row['pinned_pages']:,}" if row["pinned_pages"] else ""
-        lines.add_row(
-            row["namespace"], row["tier"], f"{row['pages']:,}", size(row["cold_bytes"]), hot, pinned, what(row)
-        )
+        cells = (row["namespace"], row["tier"], f"{row['pages']:,}", size(row["cold_bytes"]), hot, pinned, what(row))
+        lines.add_row(*(Text(printable(cell)) for cell in cells))  # names are others': no markup, no escapes
     return lines
 
 
@@ -60,12 +63,20 @@ def what(row: dict[str, Any]) -> str:
     d = row["description"]
     if d is None:
         return ""
-    codec = json.loads(d["codec"])[0]
-    parts = [d["model"], codec, d["dtype"], f"{d['page_tokens']} tokens", d["shard"]]
+    parts = [d["model"], _codec(d["codec"]), d["dtype"], f"{d['page_tokens']} tokens", d["shard"]]
     parts += [f"lora {d['lora']}"] if d["lora"] else []
     parts += [f"generation {d['generation'][:8]}"] if d["generation"] else []
     parts += ["salted"] if d["salted"] else []
     return ", ".join(part for part in parts if part)
+
+
+def _codec(policy: str) -> str:
+    """The name in what a namespace says of its codec; all of it where that is no JSON list."""
+    try:
+        name = json.loads(policy)[0]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return policy
+    return name if isinstance(name, str) else policy
 
 
 def size(nbytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, TierPathError
 
 if TYPE_CHECKING:
     from kvtier.inventory import Group
@@ -30,6 +30,11 @@ Named = Annotated[
 TokenFile = Annotated[Path | None, typer.Option(help="Holds the token, where one is needed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+
+
+def printable(text: str) -> str:
+    """For a terminal: names are others' and may hold what would drive it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Place(Protocol):
@@ -81,7 +86,7 @@ class _Process:
         if status == 200 and isinstance(answer, dict):
             return answer
         if isinstance(answer, dict) and "error" in answer:
-            raise KVTierError(f"{self.name}: {answer['error']}")
+            raise KVTierError(f"{self.name}: {printable(str(answer['error']))}")
         raise KVTierError(f"{self.name} answered with status {status}: is there a kvtier behind it, of this version?")
 
 
@@ -111,9 +116,14 @@ class _Directory:
             groups = chosen([group for _, group in self._groups(opened)], namespace)
             pages = [page for group in groups for page in group.pages]
             if not dry_run:
-                gone = {key for key, _ in pages}
+                gone, deleted = {key for key, _ in pages}, 0
                 for tier in opened.values():
-                    tier.delete([key for key, _ in tier.pages if key in gone])
+                    mine = [key for key, _ in tier.pages if key in gone]
+                    try:
+                        tier.delete(mine)
+                    except TierPathError as error:
+                        raise KVTierError(f"{error}; {deleted} of {len(pages)} pages were deleted before") from error
+                    deleted += len(mine)
         return {
             "namespaces": sorted({group.id for group in groups}),
             "pages": len(pages),

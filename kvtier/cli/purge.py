@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.ls import size
-from kvtier.cli.place import DryRun, Json, Named, TokenFile, Where, place_of
+from kvtier.cli.place import DryRun, Json, Named, TokenFile, Where, place_of, printable
 from kvtier.errors import ConfigError
 
 
@@ -33,13 +33,14 @@ def purge(
             raise ConfigError(
                 f"{_what(would)} would be deleted, and there is nobody to ask: give --yes, or --dry-run to look"
             )
-        typer.confirm(f"Delete {_what(would)} of {', '.join(would['namespaces'])} at {place.name}?", abort=True)
+        names = printable(", ".join(would["namespaces"]))
+        typer.confirm(f"Delete {_what(would)} of {names} at {printable(place.name)}?", abort=True)
     done = place.act("purge", namespace, dry_run=dry_run)
     if json_output:
         typer.echo(json.dumps({**done, "dry_run": dry_run}))
         return
     for name in done["namespaces"]:
-        typer.echo(name)
+        typer.echo(printable(name))
     typer.echo(f"{'would delete' if dry_run else 'deleted'} {_what(done)}")
 
 

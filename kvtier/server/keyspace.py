@@ -403,7 +403,13 @@ def label_of(meta: PageMeta) -> str:
         return by_geometry(meta)
     database, _ = _ORIGIN.unpack_from(meta.origin)
     head = _PREFIX.match(meta.origin[_ORIGIN.size :])
-    return f"db{database}" if head is None else f"db{database}:{head[0].decode(errors='backslashreplace')}"
+    return f"db{database}" if head is None else f"db{database}:{_printable(head[0])}"
+
+
+def _printable(key: bytes) -> str:
+    """Bytes as people see and write them: whatever is not printable, and a backslash, with one before it."""
+    text = key.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _hash(database: int, key: bytes) -> bytes:

@@ -50,23 +50,34 @@ class ClosedTier:
         return read_note(self.path)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Raises OSError where that cannot be written; some pages may be gone by then."""
+        """Raises TierPathError where that cannot be written; some pages may be gone by then."""
         for key in keys:
             self._log.queue_delete(key)
-        self._log.flush(self._log.queued)
+        try:
+            self._log.flush(self._log.queued)
+        except OSError as error:
+            raise TierPathError(
+                f"{str(self.path)!r}: deletions cannot be written to its index.log: {error.strerror}; see to the disk, "
+                "or delete the directory (it holds cached pages only)"
+            ) from error
 
 
 @contextmanager
 def open_closed(path: Path) -> Iterator[ClosedTier]:
     """The tier in `path`, for this process alone. Raises TierPathError, also where another process has it open."""
-    directory = TierDirectory("nvme", path, None, 1 << 28)
+    way_out = "a running process is asked by the URL of its HTTP port; or stop it"
+    directory = TierDirectory("nvme", path, None, 1 << 28, if_in_use=way_out)
     try:
         try:
             log = IndexLog(path / "index.log")
         except OSError as error:
             raise TierPathError(f"{str(path)!r}: its index.log cannot be used: {error.strerror}") from error
         try:
-            yield ClosedTier(path, log)
+            try:
+                tier = ClosedTier(path, log)
+            except OSError as error:
+                raise TierPathError(f"{str(path)!r}: its index.log cannot be read: {error.strerror}") from error
+            yield tier
         finally:
             log.close()
     finally:

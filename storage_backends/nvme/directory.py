@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 FORMAT, _FORMAT_NEW, _LOCK = "FORMAT", "FORMAT.new", "LOCK"
 PROBE = "PROBE"
+_FORMAT_BYTES_MAX = 4096
 _HARMLESS = {_FORMAT_NEW, _LOCK, PROBE, "lost+found"}
 
 
@@ -29,6 +30,7 @@ class TierDirectory:
     """`path` exists, is ours alone until `close`, and is of this format. TierPathError says why it cannot be.
 
     segment_bytes: size of the segment files; None takes the directory's own, or `default_segment_bytes` in a new one.
+    if_in_use: the way out where another process has it.
     """
 
     def __init__(
@@ -38,8 +40,11 @@ class TierDirectory:
         segment_bytes: int | None,
         default_segment_bytes: int,
         device: Device | None = None,
+        *,
+        if_in_use: str = "give every process its own directory, or stop that one",
     ) -> None:
         self._tier = tier
+        self._if_in_use = if_in_use
         self._device = device or Device()
         self.path = path
         if segment_bytes is not None and (segment_bytes < SLOT_ALIGN or segment_bytes % SLOT_ALIGN):
@@ -82,6 +87,8 @@ class TierDirectory:
                 f"{self._tier} tier: path = {str(self.path)!r} holds other files ({foreign[0]!r}) and no tier; "
                 "name an empty or a new directory"
             )
+        if (self.path / FORMAT).exists():
+            self._stated()  # before anything is changed in what may not be ours
         try:
             self.path.chmod(0o700)
         except PermissionError:
@@ -95,8 +102,7 @@ class TierDirectory:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
             raise TierPathError(
-                f"{self._tier} tier: path = {str(self.path)!r} is in use by process {holder}; "
-                "give every process its own directory, or stop that one"
+                f"{self._tier} tier: path = {str(self.path)!r} is in use by process {holder}; {self._if_in_use}"
             ) from None
         except BaseException:
             os.close(fd)
@@ -111,21 +117,27 @@ class TierDirectory:
             chosen = default_segment_bytes if segment_bytes is None else segment_bytes
             self._write_format(chosen)
             return chosen
-        text = at.read_bytes()
+        found = self._stated()
+        if segment_bytes not in (None, found):
+            raise ConfigError(
+                f"{self._tier} tier: segment_bytes = {segment_bytes}, but path = {str(self.path)!r} was made with "
+                f"{found}; leave the option out, or name another directory"
+            )
+        return found
+
+    def _stated(self) -> int:
+        """The segments' size that FORMAT states."""
+        with (self.path / FORMAT).open("rb") as file:
+            text = file.read(_FORMAT_BYTES_MAX)
         try:
             stated = json.loads(text)
             version, found = stated["kvtier_nvme_format"], stated["segment_bytes"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             version, found = text[:64], 0
         if version != FORMAT_VERSION or not isinstance(found, int) or found < SLOT_ALIGN or found % SLOT_ALIGN:
             raise TierPathError(
                 f"{self._tier} tier: path = {str(self.path)!r} has format {version!r}, this kvtier reads "
                 f"{FORMAT_VERSION}; name another directory, or delete this one (it holds cached pages only)"
-            )
-        if segment_bytes not in (None, found):
-            raise ConfigError(
-                f"{self._tier} tier: segment_bytes = {segment_bytes}, but path = {str(self.path)!r} was made with "
-                f"{found}; leave the option out, or name another directory"
             )
         return found
 

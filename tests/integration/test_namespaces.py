@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import io
 import json
 import os
 import subprocess
@@ -11,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvtier.abc.tier import PageMeta, Slot
 from kvtier.cli.app import app
+from kvtier.cli.ls import table
 from kvtier.errors import ConfigError, KVTierError, TierPathError
 from kvtier.inventory import Description, chosen, decode, encode, group
 from kvtier.keys import Namespace, checksum
 from kvtier.observe import Observer
 from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
+from kvtier.server.keyspace import label_of
 from kvtier.server.page import StatusPage
 from kvtier.storage_backends.host.tier import HostTier
+from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.store import TieredStore
 
@@ -163,7 +170,7 @@ def test_a_closed_directory_is_listed_and_purged_without_its_capacity(tmp_path: 
     gone, kept = put(store, namespace("llama"), range(6)), put(store, namespace("qwen"), range(4))
     put(store, namespace("llama", lora="unknown"), range(2), describe=False)
     assert store.flush(PATIENCE_S)
-    with pytest.raises(TierPathError, match=f"in use by process {os.getpid()}"):
+    with pytest.raises(TierPathError, match=f"in use by process {os.getpid()}.*URL of its HTTP port"):
         cli("ls", str(tmp_path / "pages"))
     store.close()
     rows = listed(tmp_path / "pages")
@@ -211,6 +218,139 @@ def test_descriptions_survive_and_damaged_ones_are_left_out(caplog: pytest.LogCa
     for bad in (b"", b"{}", b'{"kvtier_namespaces": 2, "namespaces": []}', encode(described)[:-9], b"[1]"):
         assert decode(bad) == []
     assert "not readable" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": 5}, {"digest": "ab"}, {"digest": None}, {"spec": None}, {"hot_page_bytes": "x"},
+        {"hot_page_bytes": -1}, {"hot_page_bytes": True}, {"generation": []}, {"salted": "yes"}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_descriptions_with_a_wrong_field_are_left_out(wrong: dict[str, Any]) -> None:
+    stated = json.loads(encode([Description.of(namespace("llama"), HOT_BYTES)]))
+    assert len(decode(json.dumps(stated).encode())) == 1
+    stated["namespaces"][0] |= wrong
+    assert decode(json.dumps(stated).encode()) == []
+
+
+def _pipe(note: Path) -> None:
+    os.mkfifo(note)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda note: note.write_bytes(b"[" * 100_000),
+        lambda note: note.write_bytes(b'{"kvtier_namespaces": 1, "namespaces": "' + b" " * (8 << 20) + b'"}'),
+        lambda note: note.mkdir(),
+        lambda note: note.symlink_to("/dev/zero"),
+        _pipe,
+    ],
+    ids=["nested", "huge", "folder", "endless", "pipe"],
+)
+def test_no_file_of_descriptions_keeps_a_tier_from_opening(tmp_path: Path, spoil: Any) -> None:
+    store = open_store(tmp_path / "pages")
+    put(store, namespace("llama"), range(3))
+    assert store.flush(PATIENCE_S)
+    store.close()
+    note = tmp_path / "pages" / "namespaces.json"
+    note.unlink()
+    spoil(note)
+    assert [row["pages"] for row in listed(tmp_path / "pages").values()] == [3]
+    store = open_store(tmp_path / "pages")
+    try:
+        assert [row["pages"] for row in store.inventory.rows()] == [3]
+    finally:
+        store.close()
+
+
+def test_a_link_beside_the_descriptions_is_not_written_through(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("not ours")
+    store = open_store(tmp_path / "pages")
+    try:
+        (tmp_path / "pages" / "namespaces.json.new").symlink_to(other)
+        put(store, namespace("llama"), range(1))
+    finally:
+        store.close()
+    assert other.read_text() == "not ours"
+    assert decode((tmp_path / "pages" / "namespaces.json").read_bytes())
+
+
+def test_names_drive_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60000")
+    evil = "\x1b]0;title\x07\x1b[2J[/x][red]\u202egnp"
+    described = Description.of(namespace("llama"), HOT_BYTES)
+    store = open_store(tmp_path / "pages")
+    put(store, namespace("llama"), range(1), describe=False)
+    assert store.flush(PATIENCE_S)
+    store.close()
+    for codec in ("", "{}", "[", '["nvfp4"]', "[" * 20_000):
+        named = dataclasses.replace(described, model=evil, codec=codec)
+        (tmp_path / "pages" / "namespaces.json").write_bytes(encode([named]))
+        shown = "".join(cli("ls", str(tmp_path / "pages")).stdout.split())
+        assert r"\x1b]0;title\x07\x1b[2J[/x][red]\u202egnp" in shown
+        assert not [c for c in shown if not c.isprintable()]
+    row: dict[str, Any] = {
+        "tier": evil, "namespace": evil, "pages": 1, "cold_bytes": 1, "hot_bytes": None, "pinned_pages": 0,
+        "description": None,
+    }  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=80).print(table([row]))
+    assert "\x1b" not in out.getvalue() and "[red]" in out.getvalue()
+
+
+def test_labels_of_keys_are_printable_and_different_keys_have_different_ones() -> None:
+    keys = [b"\x1b[2J:1", rb"\x1b[2J:1", b"\xff:1", rb"\xff:1", b"a\nb:1", "\u202e:1".encode(), b"plain:1"]
+    heads = [label_of(PageMeta(1, 0, 0, bytes(16), b"kvtier-server-1\0", bytes(9) + key)) for key in keys]
+    assert len(set(heads)) == len(keys) and all(head.isprintable() for head in heads)
+    assert heads[-1] == "db0:plain:" and heads[0] == r"db0:\x1b[2J:"
+
+
+def test_a_folder_of_another_program_is_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    for name in ("FORMAT", "PROBE"):
+        (folder / name).write_text("theirs")
+    for command in (["ls", str(folder)], ["purge", str(folder), "all", "--yes"]):
+        with pytest.raises(TierPathError, match="has format"):
+            cli(*command)
+    with pytest.raises(TierPathError, match="has format"):
+        NvmeTier(folder, 8 << 20)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert {p.name: p.read_text() for p in folder.iterdir()} == {"FORMAT": "theirs", "PROBE": "theirs"}
+
+
+def test_a_purge_that_cannot_be_written_says_how_much_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("rank0", "rank1"):
+        store = open_store(tmp_path / rank)
+        put(store, namespace("llama", shard=rank), range(3))
+        assert store.flush(PATIENCE_S)
+        store.close()
+    flush = IndexLog.flush
+
+    def full(log: IndexLog, up_to: int) -> None:
+        if log._path.parent.name == "rank1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(log, up_to)
+
+    monkeypatch.setattr(IndexLog, "flush", full)
+    with pytest.raises(KVTierError, match=r"rank1.*No space left.*3 of 6 pages were deleted"):
+        cli("purge", str(tmp_path), "all", "--yes")
+
+
+def test_a_dry_run_of_pin_keeps_to_the_limit(store: TieredStore, url: str) -> None:
+    put(store, namespace("llama"), range(200))
+    would = json.loads(cli("pin", url, "all", "--dry-run", "--json").stdout)
+    assert not store.protected()
+    done = json.loads(cli("pin", url, "all", "--json").stdout)
+    assert {**would, "dry_run": False} == done and done["refused_pages"] == 72
+    again = json.loads(cli("pin", url, "all", "--dry-run", "--json").stdout)
+    assert again["pages"] == 128
+    for pages in (128, 0, 0):  # ended twice
+        assert json.loads(cli("pin", url, "all", "--end", "--json").stdout)["pages"] == pages
 
 
 def test_writes_need_the_token_where_there_is_one(
