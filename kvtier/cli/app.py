@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -76,3 +77,17 @@ evaluations.command("lossless")(eval_lossless.evaluate)
 evaluations.command("triattention")(eval_triattention.evaluate)
 evaluations.command("compaction")(eval_compaction.evaluate)
 app.add_typer(evaluations, name="eval")
+
+
+def _unwrap(commands: typer.Typer) -> None:
+    """Docstrings are wrapped for whoever reads the code; a terminal of another width wraps paragraphs by itself."""
+    for command in commands.registered_commands:
+        if command.help is None and command.callback is not None:
+            paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
+            command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _unwrap(group.typer_instance)
+
+
+_unwrap(app)
