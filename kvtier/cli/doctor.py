@@ -21,7 +21,7 @@ _MARKS = {"good": ("ok", "green"), "warning": ("warn", "yellow"), "bad": ("FAIL"
 
 
 def doctor(
-    config: Annotated[Path, typer.Option(help="The file with the configuration block.", show_default=False)],
+    config: Annotated[Path, typer.Option(help="The file with the configuration block.")] = Path("kvtier.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Try every tier with a real put and get, and look at the limits, disks, servers and plugins that they need.
@@ -63,7 +63,7 @@ def examine(path: Path) -> Iterator[Finding]:
 
 def _examine(config: Config) -> Iterator[Finding]:
     from kvtier.cli.doctor_disks import check_tiers
-    from kvtier.cli.doctor_engines import check_engines, check_way
+    from kvtier.cli.doctor_engines import check_engines, check_gpu, check_way
     from kvtier.cli.doctor_machine import check_machine
     from kvtier.cli.doctor_network import check_http, check_redis, check_server
     from kvtier.config import RedisTierConfig
@@ -77,6 +77,7 @@ def _examine(config: Config) -> Iterator[Finding]:
     if config.server is not None:
         yield from check_server(config.server)
     yield from check_http(config)
+    yield check_gpu()
     yield from check_engines()
 
 

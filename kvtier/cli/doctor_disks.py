@@ -27,6 +27,8 @@ from kvtier.testing.pages import aligned_buffer, belongs, item_of
 _TRY_BYTES = 8 << 20
 _PAGE_BYTES = 1 << 20
 _PAGES = 4
+_SHARE = 0.8
+"""Of what is free: `kvtier config init` takes as much. Logs, and what a file system adds, take some."""
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p")
 
 
@@ -66,7 +68,11 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
         yield bad(what, f"{existing} is a file", "name a directory, it is made if missing")
         return
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield bad(what, f"{existing} cannot be written by this user", f"chown {os.geteuid()} {existing}")
+        yield bad(
+            what,
+            f"{existing} cannot be written by this user",
+            f"as root: install -d -o {os.geteuid()} {path}; or name another directory",
+        )
         return
     held, used = _tiers_below(path), _stored_bytes(path)
     yield from _formats(what, held)
@@ -74,9 +80,8 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
     left = free.f_bavail * free.f_frsize
     room = f"capacity {size(capacity_bytes)}, of which {size(used)} are taken; {size(left)} free"
     if (capacity_bytes - used) * sharing > left:
-        yield bad(
-            what, room, f"set the tier's capacity to at most {size((left + used * sharing) / sharing)} per directory"
-        )
+        most = (left + used * sharing) / sharing
+        yield bad(what, room, f"set the tier's capacity to {size(most * _SHARE)} per directory, or free some space")
     elif _page_bytes(held) > capacity_bytes:
         yield warning(
             what, f"{room}: what is over the capacity goes at the next start", "raise the capacity to keep it"
@@ -89,7 +94,10 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
     users = [(folder, user) for folder in held if (user := _user(folder)) is not None]
     for folder, user in users:
         yield good(what, f"{folder.relative_to(path)} is in use by process {user}; its pages were left alone")
-    yield _try_device(what, existing, kind)
+    if left < 2 * _TRY_BYTES:
+        yield bad(what, f"{size(left)} free: too little for a put and a get", "free some space, or name another disk")
+    else:
+        yield _try_device(what, existing, kind)
 
 
 def _try_device(what: str, folder: Path, kind: str) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ _GROUP = "sglang.srt.plugins"
 _LAYERS, _HEADS, _DIM, _TOKENS, _PAGES = 2, 2, 64, 64, 8
 _WAIT_S = 30.0
 _ERROR_MAX = 0.2
+_NVIDIA = Path("/dev/nvidiactl")
 
 
 def check_way(config: Config) -> Iterator[Finding]:
@@ -97,9 +99,37 @@ def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def check_gpu() -> Finding:
+    """What pages that lie on a GPU need. torch is only imported where there is one: it takes seconds."""
+    what = "GPU"
+    if not _NVIDIA.exists():
+        return nothing(what, "no NVIDIA device here: pages come from host memory")
+    if not _installed("torch"):
+        return nothing(what, "torch is not installed in this environment, so that no engine runs here")
+    torch = importlib.import_module("torch")
+    text = f"torch {torch.__version__}"
+    if not torch.cuda.is_available():
+        return warning(
+            what,
+            f"{text} cannot use it (built for CUDA: {torch.version.cuda or 'no'})",
+            "install a torch for CUDA that fits the driver, if an engine is to keep its pages there",
+        )
+    if not _installed("triton"):
+        return warning(
+            what,
+            f"{text}, without triton: engines whose pages lie on it are refused at their start",
+            "pip install 'kvtier[triton]'",
+        )
+    return good(what, f"{text} and triton; the kernels are untried on GPUs: make test-gpu checks them")
+
+
 def check_engines() -> Iterator[Finding]:
     yield _sglang()
     yield _lmcache()
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _version(package: str) -> str | None:

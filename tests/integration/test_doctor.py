@@ -10,9 +10,11 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from kvtier.cli import doctor_disks, doctor_engines, doctor_machine
 from kvtier.cli.app import app
 from kvtier.cli.doctor import examine
 from kvtier.cli.doctor_line import Finding, State, refused, size
-from kvtier.config import HostTierConfig, parse_config
+from kvtier.config import HostTierConfig, NvmeTierConfig, parse_config
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, item_of, key_of
 from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port
@@ -138,7 +140,7 @@ def test_capacity_is_held_against_free_space_and_what_is_there(tmp_path: Path, m
     assert room("16MiB").state is State.GOOD and "8.0 MiB are taken" in room("16MiB").text
     assert room("8MiB").state is State.GOOD, "the log does not count"
     assert room("4MiB").state is State.WARNING and "raise the capacity" in room("4MiB").fix
-    assert room("900TiB").state is State.BAD and "set the tier's capacity to at most" in room("900TiB").fix
+    assert room("900TiB").state is State.BAD and "set the tier's capacity to " in room("900TiB").fix
     free = os.statvfs(tmp_path)
     left = free.f_bavail * free.f_frsize
     monkeypatch.setattr(doctor_disks, "_stored_bytes", lambda path: left)
@@ -154,6 +156,27 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (other / "FORMAT").write_text('{"kvtier_nvme_format": 99}')
     findings = about(list(examine(write(tmp_path, nvme(tmp_path / "other")))), "nvme")
     assert findings[0].state is State.BAD and "format 99" in findings[0].text and "rm -r" in findings[0].fix
+
+
+def test_a_directory_that_is_not_ours_to_make_is_told_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_disks.os, "access", lambda path, mode: False)
+    (finding,) = about(list(examine(write(tmp_path, nvme(tmp_path / "pages")))), "nvme")
+    assert finding.state is State.BAD
+    assert f"install -d -o {os.geteuid()} {tmp_path / 'pages'}" in finding.fix, "not the folder above it"
+
+
+def test_a_full_disk_is_not_taken_for_a_wrong_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs(tmp_path)
+    monkeypatch.setattr(doctor_disks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=full.f_frsize))
+    room, tried = about(
+        list(doctor_disks.check_directories(NvmeTierConfig(type="nvme", path=[tmp_path / "pages"], capacity=16 << 20))),
+        "nvme",
+    )
+    assert room.state is State.BAD and "or free some space" in room.fix
+    assert tried.state is State.BAD and "too little for a put and a get" in tried.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_directories_of_one_device_are_said(tmp_path: Path) -> None:
@@ -344,3 +367,39 @@ def test_a_codec_that_cannot_be_had_fails(tmp_path: Path) -> None:
     findings = list(examine(write(tmp_path, kv_cache_compression_config=compression)))
     (finding,) = about(findings, "triattention")
     assert finding.state is State.BAD and "kvtier calibrate" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "state", "said"),
+    [
+        (True, True, State.GOOD, "and triton"),
+        (True, False, State.WARNING, "kvtier[triton]"),
+        (False, False, State.WARNING, "built for CUDA: no"),
+    ],
+)
+def test_a_gpu_needs_a_torch_for_it_and_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, triton: bool, state: State, said: str
+) -> None:
+    assert doctor_engines.check_gpu().state in (State.NONE, State.GOOD, State.WARNING)
+    torch = SimpleNamespace(
+        __version__="2.13.0",
+        cuda=SimpleNamespace(is_available=lambda: cuda),
+        version=SimpleNamespace(cuda="13.0" if cuda else None),
+    )
+    monkeypatch.setattr(doctor_engines, "_NVIDIA", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(doctor_engines, "_installed", lambda name: name == "torch" or triton)
+    finding = doctor_engines.check_gpu()
+    assert finding.state is state and said in finding.text + finding.fix
+    monkeypatch.setattr(doctor_engines, "_installed", lambda name: False)
+    assert doctor_engines.check_gpu().state is State.NONE
+
+
+def test_without_a_file_it_takes_the_one_that_config_init_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and "'kvtier.yaml' cannot be read" in finding["text"]
+    assert "kvtier config init" in finding["fix"]
