@@ -433,7 +433,10 @@ def read_block(path: str | Path, option: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}; give a readable file") from None
+        raise ConfigError(
+            f"config file {str(path)!r} cannot be read: {error.strerror}; give a readable file, "
+            "kvtier config init writes one"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {str(path)!r} is not text in UTF-8: {error}; give a YAML file") from None
     try:

@@ -129,9 +129,7 @@ def text_of(preset: Preset, memory: str, disk: str, *, path: str, url: str, sock
         tiers.append(_REDIS)
     else:
         tiers.append(_NVME)
-    parts = [
-        f"# {what}\n# {start}\n# Every option: docs/tiers.md, docs/redis.md, docs/serve.md. Check: kvtier doctor\n"
-    ]
+    parts = [f"# {what}\n# {start}\n# Every option: docs/options.md. Check: kvtier doctor --config THIS_FILE\n"]
     parts += ["".join(tiers), _SERVER] if serves else [_FORM, "".join(tiers), _ENGINE]
     parts.append(_HTTP)
     return "\n".join(parts).format(

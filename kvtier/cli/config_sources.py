@@ -116,7 +116,10 @@ def _text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config file {path!r} cannot be read: {error.strerror}; give a readable file") from None
+        raise ConfigError(
+            f"config file {path!r} cannot be read: {error.strerror}; give a readable file, "
+            "kvtier config init writes one"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path!r} is not text in UTF-8: {error}; give a YAML file") from None
 

@@ -188,7 +188,10 @@ class Listener:
             bound.close()
             if isinstance(e, ConfigError):
                 raise
-            raise ConfigError(f"listen = 'unix:{path}' cannot be listened on: {e.strerror or e}") from e
+            raise ConfigError(
+                f"listen = 'unix:{path}' cannot be listened on: {e.strerror or e}; choose a path of at most 107 bytes "
+                "in a directory that this user can write to"
+            ) from e
         except ConfigError:
             bound.close()
             raise

@@ -107,7 +107,10 @@ class StatusPage:
             observer = self._observer()
             record = None if observer is None else observer.explain(request)
             if record is None:
-                text = f"nothing is known of request {request!r}: explain_sample says how many are recorded"
+                text = (
+                    f"nothing is known of request {request!r}: set explain_sample in the engine's configuration to the "
+                    "share of requests to keep (0 by default, 1 for every one; the last 1,024 are kept)"
+                )
                 return _json({"error": text}, HTTPStatus.NOT_FOUND)
             return _json(record)
         if url.path == NAMESPACES:

@@ -185,7 +185,7 @@ def test_a_request_is_explained_traced_and_recorded(tmp_path: Path, capsys: pyte
         assert run("explain", "chat-1", "--url", http.url) == 0
         printed = capsys.readouterr().out
         assert run("explain", "chat 2", "--url", http.url) == 2
-        assert "nothing is known of request 'chat 2': explain_sample" in capsys.readouterr().err
+        assert "nothing is known of request 'chat 2': set explain_sample" in capsys.readouterr().err
     mover.close()
     store.close()
 
