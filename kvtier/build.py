@@ -111,7 +111,9 @@ def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: B
         kv_events=config.kv_events if not rank else None,  # the first speaks for all: each has a part of every page
     )
     exclusive = any(isinstance(tier, LowerTierConfig) and tier.write == "back" for tier in config.tiers)
-    watch = Watch(options, ledger, {t.name: t.usage for t in opened}, break_even, exclusive=exclusive)
+    usages = {tier.name: tier.usage for tier in opened}
+    holds = {tier.name: tier.contains_many for tier in opened if not tier.capabilities.shared}
+    watch = Watch(options, ledger, usages, break_even, exclusive=exclusive, holds=holds)
     for tier in opened[1:]:
         if 0 < tier.usage().recovered_pages <= ROWS:  # of more, reading all takes seconds
             watch.learn(tier.scan())

@@ -97,8 +97,8 @@ class Observer:
 
 
 class Watch(Observer):
-    """Watches what `options` ask for. capacities, usages: by tier. exclusive: see `Ghosts`. Raises MissingExtraError
-    for spans without their extra."""
+    """Watches what `options` ask for. usages: by tier. exclusive: see `Ghosts`. holds: which pages a tier has now, of
+    tiers that know. Raises MissingExtraError for spans without their extra."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class Watch(Observer):
         break_even: BreakEven | None = None,
         *,
         exclusive: bool = False,
+        holds: Mapping[str, Callable[[Sequence[bytes]], Sequence[bool]]] | None = None,
     ) -> None:
         self._options = options
         self._ledger = ledger
@@ -133,7 +134,7 @@ class Watch(Observer):
             asked = options.kv_events
             publisher = Publisher(EventOptions(asked.endpoint, asked.topic, asked.queue))
             ledger.registry.register(publisher)
-            self._events = KvEvents(publisher)
+            self._events = KvEvents(publisher, holds)
         self._recorder: LookupRecorder | None = None
         # Recorded by a thread of its own: hashing a thousand keys takes a millisecond, a full disk longer.
         self._writer = WorkerPool("kvtier-record", 1 if options.record else 0, partial(self._failed, "record"))

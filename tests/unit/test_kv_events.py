@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,12 +14,12 @@ import msgspec
 import pytest
 import zmq
 
-from kvtier.abc.tier import PageMeta, Slot
+from kvtier.abc.tier import PageMeta, Removal, Slot
 from kvtier.build import open_store
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import checksum
-from kvtier.kv_events import BlockRemoved, BlockStored, EventOptions, KVEventBatch, Publisher, block_hash
+from kvtier.kv_events import BlockRemoved, BlockStored, EventOptions, KVEventBatch, KvEvents, Publisher, block_hash
 from kvtier.observe import Watch
 from kvtier.server.app import CacheServer
 from kvtier.server.options import ServerOptions
@@ -127,11 +129,192 @@ def test_numbers_go_on_and_skip_one_where_events_were_dropped(monkeypatch: pytes
         assert dropped.samples[0].value >= 1
         may_send.set()
         while not any(b - a > 1 for a, b in pairwise(subscriber.numbers)):  # else nothing comes, which is told
-            subscriber.events(1)
+            subscriber.numbers.append(subscriber.receive()[1])
     finally:
         may_send.set()
         publisher.close()
         subscriber.close()
+
+
+def test_a_gap_lies_where_events_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_send = threading.Event()
+    publisher = Publisher(EventOptions("tcp://127.0.0.1:*", queue=4))
+    subscriber = Subscriber(publisher.endpoint)
+    try:
+        subscriber.meet(publisher)
+        publisher.publish(BlockRemoved([1], "DISK"))
+        subscriber.events(1)  # and no greeting is on its way
+        stuck = _Stuck(publisher._socket, may_send)
+        monkeypatch.setattr(publisher, "_socket", stuck)
+        publisher.publish(BlockRemoved([0], "DISK"))
+        assert stuck.entered.wait(PATIENCE_S), "nothing is being sent"
+        for n in range(1, 11):
+            publisher.publish(BlockRemoved([n], "DISK"))
+        (dropped,) = [m for m in publisher.collect() if m.name == "kvtier_kv_events_dropped"]
+        assert dropped.samples[0].value == 6
+        may_send.set()
+        assert [event["block_hashes"] for event in subscriber.events(5)] == [[n] for n in range(5)]
+        assert {b - a for a, b in pairwise(subscriber.numbers)} <= {1}, subscriber.numbers
+        _, number, batch = subscriber.receive()  # behind all that came before the loss, although nothing follows
+        assert number == subscriber.numbers[-1] + 2 and batch[1] == []
+        publisher.publish(BlockRemoved([99], "DISK"))
+        assert subscriber.events(1)[0]["block_hashes"] == [99] and subscriber.numbers[-1] == number + 1
+    finally:
+        may_send.set()
+        publisher.close()
+        subscriber.close()
+
+
+def test_closing_sends_what_was_told_last(publisher: Publisher, subscriber: Subscriber) -> None:
+    subscriber.socket.set_hwm(0)
+    for n in range(300):
+        publisher.publish(BlockRemoved(list(range(n * 4096, n * 4096 + 4096)), "DISK"))
+    publisher.close()
+    seen = subscriber.events(300)
+    assert [event["block_hashes"][0] for event in seen] == [n * 4096 for n in range(300)]
+
+
+def test_a_message_is_bounded_and_so_is_what_waits_for_one_who_does_not_read(
+    publisher: Publisher, subscriber: Subscriber
+) -> None:
+    events = KvEvents(publisher)
+    events.page_holds(16, SPEC)
+    keys = [n.to_bytes(32, "big") for n in range(50_000)]
+    metas = [PageMeta(NBYTES, 0, 16, bytes(16), SPEC, key) for key in keys]
+    events.stored("host", keys, metas)
+    events.removed("host", keys)
+    seen = 0
+    while seen < 100_000:
+        _, _, batch = subscriber.receive()
+        hashes = [len(event["block_hashes"]) for event in batch[1] if event.get("medium") != "hello"]
+        assert sum(hashes) <= 8192
+        seen += sum(hashes)
+    assert seen == 100_000
+    assert publisher._socket.get_hwm() <= 1000
+
+
+def test_news_in_another_order_than_they_happened() -> None:
+    publisher = _Told()
+    here: set[bytes] = set()
+    events = KvEvents(publisher, {"host": lambda keys: [key in here for key in keys]})  # type: ignore[arg-type]
+    events.page_holds(16, SPEC)
+    key, meta = bytes(32), PageMeta(NBYTES, 0, 16, bytes(16), SPEC, bytes(32))
+    events.removed("host", [key])  # it came and left, and the news of its leaving are first
+    events.stored("host", [key], [meta])
+    assert publisher.held() == set()
+    here.add(key)  # it came, left, and came again
+    events.stored("host", [key], [meta])
+    events.stored("host", [key], [meta])
+    events.removed("host", [key])
+    assert publisher.held() == {("CPU_PINNED", 0)}
+    here.clear()
+    events.removed("host", [key])
+    assert publisher.held() == set()
+
+
+class _Told:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[BlockStored | BlockRemoved] = []
+
+    def publish(self, event: BlockStored | BlockRemoved) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def held(self) -> set[tuple[str, int]]:
+        """What who followed all events believes."""
+        held: set[tuple[str, int]] = set()
+        for event in self.events:
+            for name in event.block_hashes:
+                page = (str(event.medium), name)
+                assert (page in held) == isinstance(event, BlockRemoved), event
+                held.symmetric_difference_update([page])
+        return held
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_follows_all_events_knows_what_the_tiers_have(tmp_path: Path, seed: int) -> None:
+    told = _Told()
+    store = store_with_events(tmp_path)
+    try:
+        assert isinstance(store.observer, Watch) and store.observer._events is not None
+        publisher, store.observer._events.publisher = publisher_of(store), told  # type: ignore[assignment]
+        store.observer.page_holds(16, SPEC)
+        origins = {checksum(o, bytes(32)) * 2: o for o in (n.to_bytes(32, "little") for n in range(700))}
+        keys = list(origins)
+
+        def work(own: int) -> None:
+            chance = random.Random(f"{seed} {own}")
+            for turn in range(60):
+                some = chance.sample(keys, 12)
+                match chance.choice(["put", "put", "put", "look", "delete", "purge", "bad"]):
+                    case "put":
+                        slots = store.reserve(some, [NBYTES] * len(some), PATIENCE_S)
+                        found = [(k, s) for k, s in zip(some, slots, strict=True) if isinstance(s, Slot)]
+                        metas = [
+                            PageMeta(NBYTES, 0, 16, checksum(store.host.view(s), k), SPEC, origins[k]) for k, s in found
+                        ]
+                        store.commit([k for k, _ in found], [s for _, s in found], metas)
+                    case "look":
+                        store.wait(store.lookup(f"{own} {turn}", some, sparse=True), PATIENCE_S)
+                        store.settle(f"{own} {turn}")
+                    case "delete":
+                        store.delete(some[:4])
+                    case "purge":
+                        store.host.delete_many(some)
+                    case "bad":
+                        store.lower[0].delete_many(some[:2], Removal.QUARANTINED)
+
+        threads = [threading.Thread(target=work, args=(own,)) for own in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"still at work after {PATIENCE_S} s"
+        assert store.drain(PATIENCE_S)
+        have = {
+            (medium, block_hash(meta.origin))
+            for medium, tier in (("CPU_PINNED", store.host), ("DISK", store.lower[0]))
+            for _, meta in tier.scan()
+        }
+        assert len(have) > 300 and told.held() == have
+        publisher.close()
+    finally:
+        store.close()
+    assert told.held() == set()
+
+
+def test_endpoints_of_others_are_not_taken_over(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    publisher = Publisher(EventOptions(endpoint))
+    try:
+        with pytest.raises(ConfigError, match="another process listens there"):
+            Publisher(EventOptions(endpoint))
+        subscriber = Subscriber(endpoint)
+        subscriber.meet(publisher)
+        subscriber.close()
+    finally:
+        publisher.close()
+    (tmp_path / "events").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:  # left by a process that was killed
+        dead.bind(f"{tmp_path}/events")
+    Publisher(EventOptions(endpoint)).close()
+    with pytest.raises(ConfigError, match="no port"):
+        Publisher(EventOptions("tcp://127.0.0.1:99999"))
+
+
+def test_the_loopback_address_of_version_6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    publisher = Publisher(EventOptions("tcp://[::1]:*"))
+    assert publisher.endpoint.startswith("tcp://[::1]:")
+    publisher.close()
 
 
 class _Stuck:
@@ -139,13 +322,15 @@ class _Stuck:
 
     def __init__(self, socket: Any, may_send: threading.Event) -> None:
         self._socket, self._may_send = socket, may_send
+        self.entered = threading.Event()
 
     def send_multipart(self, frames: list[bytes]) -> None:
+        self.entered.set()
         assert self._may_send.wait(PATIENCE_S)
         self._socket.send_multipart(frames)
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger: int = 0) -> None:
+        self._socket.close(linger=linger)
 
 
 # ---- a store
