@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.abc.tier import LENGTH_UNKNOWN, Tier
+
+
+class Deletion:
+    """Of some pages, from the lower tiers, which do so one by one in the background."""
+
+    def __init__(self, tiers: int) -> None:
+        self._left = tiers
+        self._done = True
+        self._changed = threading.Condition()
+
+    def ended(self, done: bool) -> None:
+        """One tier has deleted them, or will not."""
+        with self._changed:
+            self._left -= 1
+            self._done &= done
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether every tier has deleted them, after at most `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._left == 0, timeout_s) and self._done
 
 
 class Below:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.abc.tier import PROBE_PREFIX, PageMeta
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import Namespace, page_keys_of
 
 if TYPE_CHECKING:
+    from kvtier.below import Deletion
     from kvtier.store import TieredStore
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,9 @@ DIGEST_BYTES = 32
 _ID_CHARS = 12
 _SHORTEST = 4
 ALL = "all"
+_PURGED_AT_ONCE = 256
+"""Pages, so that nobody who looks pages up waits for long."""
+_PURGE_WAIT_S = 60.0
 
 Page = tuple[bytes, PageMeta]
 
@@ -172,19 +177,22 @@ class Inventory:
     """Of a running store. Every method may be called from any thread; they look at every page, so none belongs into an
     engine's own thread.
 
-    delete: how pages are deleted; by default as the store does. label: as of `group`.
+    delete: how pages are deleted; by default as the store does. label: as of `group`. wait_s: how long a purge waits
+    for lower tiers.
     """
 
     def __init__(
         self,
         store: TieredStore,
         *,
-        delete: Callable[[Sequence[Page]], object] | None = None,
+        delete: Callable[[Sequence[Page]], Deletion] | None = None,
         label: Label = by_geometry,
+        wait_s: float = _PURGE_WAIT_S,
     ) -> None:
         self._store = store
         self._delete = delete
         self._label = label
+        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._described: dict[str, Description] = {}
         for tier in store.lower:
@@ -218,15 +226,27 @@ class Inventory:
 
     def purge(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Delete the pages of what `name` means (`chosen`) from the tiers that are listed and, those that are known
-        from there, from shared ones."""
+        from there, from shared ones. No longer found are all of them; pending_pages: those that a lower tier has not
+        deleted when this returns. Raises KVTierError where some could not be deleted at all."""
         found = self._chosen(name)
         pages = {key: meta for group in found for key, meta in group.pages}
-        if pages and not dry_run:
-            if self._delete is None:
-                self._store.delete(list(pages))
-            else:
-                self._delete(list(pages.items()))
-        return _done(found, len(pages), sum(meta.nbytes for meta in pages.values()))
+        pending = 0 if dry_run else self._delete_all(list(pages.items()))
+        return {**_done(found, len(pages), sum(meta.nbytes for meta in pages.values())), "pending_pages": pending}
+
+    def _delete_all(self, pages: list[Page]) -> int:
+        """How many of them lower tiers still have."""
+        give_up = time.monotonic() + self._wait_s
+        under_way: list[tuple[int, Deletion]] = []
+        for at in range(0, len(pages), _PURGED_AT_ONCE):
+            part = pages[at : at + _PURGED_AT_ONCE]
+            try:
+                keys = [key for key, _ in part]
+                deletion = self._store.delete(keys) if self._delete is None else self._delete(part)
+            except KVTierError as error:
+                raise KVTierError(f"{at} of {len(pages)} pages were deleted, then: {error}") from error
+            if not deletion.wait(max(0.0, give_up - time.monotonic())):
+                under_way.append((len(part), deletion))
+        return sum(count for count, deletion in under_way if not deletion.wait(0.0))
 
     def pin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Keep the pages that `name` means from being evicted, as far as the limit of `TieredStore.protect` allows,

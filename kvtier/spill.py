@@ -121,18 +121,20 @@ class Spiller:
         if self.rules.write is Write.BACK:
             self.tier.demote_many(keys)
 
-    def forget(self, keys: Sequence[bytes], done: Callable[[], None]) -> None:
-        """Delete pages, behind everything that was queued, then call `done`."""
+    def forget(self, keys: Sequence[bytes], done: Callable[[bool], None]) -> None:
+        """Delete pages, behind everything that was queued, then call `done` with whether that was so."""
 
         def delete() -> None:
+            deleted = False
             try:
                 self.tier.delete_many(keys)
+                deleted = True
             finally:
-                done()
+                done(deleted)
 
         self._forget_offers(keys)
         if not self._pool.submit(delete):
-            done()
+            done(False)
 
     def write_now(self, keys: Sequence[bytes]) -> None:
         """These pages need not wait until they are about to leave the host tier."""

@@ -24,7 +24,7 @@ from kvtier.abc.tier import (
     StagingTier,
     Tier,
 )
-from kvtier.below import Below
+from kvtier.below import Below, Deletion
 from kvtier.breakeven import BreakEven
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.evicted import Evicted
@@ -180,10 +180,10 @@ class TieredStore:
         """Give reserved slots back; nothing becomes visible."""
         self._room.abort(keys, slots)
 
-    def delete(self, keys: Sequence[bytes], *, replaced: bool = False) -> None:
+    def delete(self, keys: Sequence[bytes], *, replaced: bool = False) -> Deletion:
         """Remove pages from every tier; from lower ones in the background, behind the writes that are queued. From now
         on none of them is found, nor arrives from below. replaced: whoever wanted them finds other pages in their
-        place, so that this is no news to observers."""
+        place, so that this is no news to observers. Returns what becomes of them below."""
         with self._lock:
             if not self._closed:
                 self._below.delete(keys)
@@ -193,17 +193,20 @@ class TieredStore:
         self.host.delete_many(keys)
         if not replaced:
             self.observer.deleted(keys)
+        deletion = Deletion(len(self._spillers))
         for spiller in self._spillers.values():
-            spiller.forget(list(keys), partial(self._deleted_below, list(keys)))
+            spiller.forget(list(keys), partial(self._deleted_below, list(keys), deletion))
+        return deletion
 
     def deleting(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether pages that were deleted may still be in a lower tier."""
         with self._lock:
             return [key in self._below.deleting for key in keys]
 
-    def _deleted_below(self, keys: list[bytes]) -> None:
+    def _deleted_below(self, keys: list[bytes], deletion: Deletion, done: bool) -> None:
         with self._lock:
             self._below.deleted(keys)
+        deletion.ended(done)
 
     def protect(self, keys: Sequence[bytes], *, dry_run: bool = False) -> list[bool]:
         """Keep pages from being evicted from the local tiers that have them, until `unprotect` or the end of the

@@ -42,6 +42,13 @@ def purge(
     for name in done["namespaces"]:
         typer.echo(printable(name))
     typer.echo(f"{'would delete' if dry_run else 'deleted'} {_what(done)}")
+    if done.get("pending_pages"):
+        typer.echo(
+            f"not done yet: {done['pending_pages']} pages are found no longer, but a lower tier still has them, and a "
+            "restart may find them; purge again then",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 def _what(done: dict[str, object]) -> str:

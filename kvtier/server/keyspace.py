@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
+from kvtier.below import Deletion
 from kvtier.inventory import by_geometry
 from kvtier.kernels import _native
 from kvtier.keys import seed_of
@@ -326,17 +327,17 @@ class Keyspace:
             if entry is not None and entry.page == page and not self._resident(page):
                 self._drop(page)
 
-    def _delete(self, pages: list[bytes], *, replaced: bool = False) -> None:
+    def _delete(self, pages: list[bytes], *, replaced: bool = False) -> Deletion:
         """Delete pages that clients overwrote or deleted: from now on for good."""
         if pages and self._voided is not None:
             self._voided.add(pages)
-        self.store.delete(pages, replaced=replaced)
+        return self.store.delete(pages, replaced=replaced)
 
-    def purge(self, pages: Sequence[tuple[bytes, PageMeta]]) -> None:
+    def purge(self, pages: Sequence[tuple[bytes, PageMeta]]) -> Deletion:
         """Remove values by their pages, for good."""
         for page, _ in pages:
             self._drop(page)
-        self._delete([page for page, _ in pages])
+        return self._delete([page for page, _ in pages])
 
     def sweep(self) -> int:
         """Remove values whose time is over; returns how many."""

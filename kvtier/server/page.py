@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.config import Config
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError, KVTierError
 from kvtier.ghosts import GhostCurves
 from kvtier.inventory import Inventory
 from kvtier.observe import Observer
@@ -117,7 +117,10 @@ class StatusPage:
             inventory = self._inventory()
             if inventory is None:
                 return _json({"error": _CLOSED}, HTTPStatus.FORBIDDEN)
-            return _json({"namespaces": inventory.rows(), "not_listed": inventory.shared_tiers()})
+            try:
+                return _json({"namespaces": inventory.rows(), "not_listed": inventory.shared_tiers()})
+            except ClosedError as error:
+                return _json({"error": str(error)}, HTTPStatus.SERVICE_UNAVAILABLE)
         return None
 
     def manage(self, body: bytes, headers: Message) -> tuple[HTTPStatus, bytes]:
@@ -131,7 +134,7 @@ class StatusPage:
             return _json({"error": _CLOSED}, HTTPStatus.FORBIDDEN)
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             asked = None
         actions = {"purge": inventory.purge, "pin": inventory.pin, "unpin": inventory.unpin}
         if (
@@ -146,6 +149,8 @@ class StatusPage:
             return _json(actions[asked["action"]](asked["namespace"], dry_run=asked.get("dry_run", False)))
         except ConfigError as error:
             return _json({"error": str(error)}, HTTPStatus.NOT_FOUND)
+        except KVTierError as error:  # some of it may be done, or the store is closing
+            return _json({"error": str(error)}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _inventory(self) -> Inventory | None:
         observer = self._observer()

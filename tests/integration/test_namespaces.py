@@ -7,9 +7,13 @@ import errno
 import io
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvtier.abc.tier import PageMeta, Slot
+from kvtier.abc.tier import PageMeta, Removal, Slot
+from kvtier.below import Deletion
 from kvtier.cli.app import app
 from kvtier.cli.ls import table
 from kvtier.errors import ConfigError, KVTierError, TierPathError
 from kvtier.inventory import Description, chosen, decode, encode, group
 from kvtier.keys import Namespace, checksum
+from kvtier.ledger import MissReason
 from kvtier.observe import Observer
 from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
 from kvtier.server.keyspace import label_of
@@ -339,6 +345,142 @@ def test_a_purge_that_cannot_be_written_says_how_much_is_gone(tmp_path: Path, mo
     monkeypatch.setattr(IndexLog, "flush", full)
     with pytest.raises(KVTierError, match=r"rank1.*No space left.*3 of 6 pages were deleted"):
         cli("purge", str(tmp_path), "all", "--yes")
+
+
+def test_a_purge_ends_when_the_pages_are_gone_from_the_disk_too(store: TieredStore, url: str, tmp_path: Path) -> None:
+    """Else whoever then kills the process finds them again."""
+    put(store, namespace("llama"), range(100))
+    assert store.flush(PATIENCE_S)
+    done = json.loads(cli("purge", url, "all", "--yes", "--json").stdout)
+    assert (done["pages"], done["pending_pages"]) == (100, 0)
+    shutil.copytree(tmp_path / "pages", tmp_path / "killed", ignore=shutil.ignore_patterns("LOCK"))
+    assert listed(tmp_path / "killed") == {}
+
+
+def test_a_purge_says_what_a_slow_tier_still_has(store: TieredStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = put(store, namespace("llama"), range(200))
+    assert store.flush(PATIENCE_S)
+    go_on, delete_many = threading.Event(), store.lower[0].delete_many
+
+    def slow(keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
+        assert go_on.wait(PATIENCE_S)
+        return delete_many(keys, removal)
+
+    monkeypatch.setattr(store.lower[0], "delete_many", slow)
+    monkeypatch.setattr(store.inventory, "_wait_s", 0.01)
+    try:
+        answer = cli("purge", url, "all", "--yes")
+        assert answer.exit_code == 1 and "deleted 200 pages" in answer.stdout
+        assert "200 pages are found no longer, but a lower tier still has them" in answer.stderr
+        assert store.lookup("r", keys[:3]).ready_pages == 0 and not store.lookup("r", keys[:3]).pending
+        store.settle("r")
+    finally:
+        go_on.set()
+    assert there(store, keys) == [False] * 200 and store.ledger.snapshot().misses[MissReason.ABSENT] == 3
+
+
+def test_a_purge_while_the_store_closes_claims_nothing(store: TieredStore) -> None:
+    put(store, namespace("llama"), range(10))
+    store.close()
+    with pytest.raises(KVTierError, match="closed"):
+        store.inventory.purge("all")
+    page = StatusPage(store.ledger.registry, None, lambda: store.observer)
+    status, answer = page.manage(b'{"action": "purge", "namespace": "all"}', Message())
+    assert status == 503 and "is closed" in json.loads(answer)["error"]
+    listing = page.answer("/api/namespaces")
+    assert listing is not None and listing.status == 503
+    assert page.manage(b"[" * 4096, Message())[0] == 400
+
+
+def test_a_purge_that_the_closing_overtakes_says_how_far_it_came(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, namespace("llama"), range(256))
+    assert store.flush(PATIENCE_S)
+    put(store, namespace("llama"), range(256, 300))
+    assert store.flush(PATIENCE_S)
+    delete = store.delete
+
+    def then_close(keys: Sequence[bytes]) -> Deletion:
+        done = delete(keys)
+        assert done.wait(PATIENCE_S)
+        store.close()
+        return done
+
+    monkeypatch.setattr(store, "delete", then_close)
+    with pytest.raises(KVTierError, match=r"256 of 300 pages were deleted, then: .*closed"):
+        store.inventory.purge("all")
+
+
+def test_what_the_closing_kept_a_tier_from_deleting_counts_as_pending(store: TieredStore) -> None:
+    put(store, namespace("llama"), range(10))
+    assert store.flush(PATIENCE_S)
+    for spiller in store._spillers.values():  # as it is a moment before the host tier is closed
+        assert spiller.close(PATIENCE_S)
+    assert store.inventory.purge("all")["pending_pages"] == 10
+
+
+def test_a_purge_beside_everything_else(tmp_path: Path) -> None:
+    """Pages that are being written, read, promoted and evicted; afterwards nothing is left, here or on the disk."""
+    folder = tmp_path / "pages"
+    store = open_store(folder)
+    llama, qwen = namespace("llama"), namespace("qwen")
+    stop = threading.Event()
+
+    def work(of: Namespace) -> None:
+        chance = random.Random(of.model)
+        for turn in range(100_000):
+            if stop.is_set():
+                return
+            hashes = [n.to_bytes(32, "big") for n in chance.sample(range(600), 16)]
+            keys = of.page_keys(hashes)
+            if turn % 3:
+                store.wait(store.lookup(f"{of.model} {turn}", keys, sparse=True), PATIENCE_S)
+                store.settle(f"{of.model} {turn}")
+                continue
+            found = [
+                (key, page_hash, slot)
+                for key, page_hash, slot in zip(
+                    keys, hashes, store.reserve(keys, [NBYTES] * 16, PATIENCE_S), strict=True
+                )
+                if isinstance(slot, Slot)
+            ]
+            spec = bytes.fromhex(of.spec)
+            metas = [PageMeta(NBYTES, 0, 16, checksum(store.host.view(s), k), spec, h) for k, h, s in found]
+            store.commit([k for k, _, _ in found], [s for _, _, s in found], metas)
+
+    try:
+        for of in (llama, qwen):
+            put(store, of, range(100))
+        threads = [threading.Thread(target=work, args=(of,)) for of in (llama, qwen)]
+        for thread in threads:
+            thread.start()
+        purged = sum(store.inventory.purge("model=llama")["pages"] for _ in range(20) if _has(store, "llama"))
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"still at work after {PATIENCE_S} s"
+        assert purged >= 100
+        if _has(store, "llama"):  # stored after the last purge
+            assert store.inventory.purge("model=llama")["pending_pages"] == 0
+        assert store.drain(PATIENCE_S)
+        assert not _has(store, "llama") and _has(store, "qwen")
+        counts = store.ledger.snapshot()
+        assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.lookups
+        assert not counts.errors or not any(counts.errors.values()), counts.errors
+        rows = {row["tier"]: row for row in store.inventory.rows()}
+        for tier in (store.host, *store.lower):
+            usage = tier.usage()
+            assert rows[tier.name]["pages"] == usage.resident_pages
+            assert usage.used_bytes == usage.resident_pages * NBYTES
+    finally:
+        stop.set()
+        store.close()
+    assert {name for name, _ in listed(folder)} == {"qwen"}
+
+
+def _has(store: TieredStore, model: str) -> bool:
+    return any((row["description"] or {}).get("model") == model for row in store.inventory.rows())
 
 
 def test_a_dry_run_of_pin_keeps_to_the_limit(store: TieredStore, url: str) -> None:
