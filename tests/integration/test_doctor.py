@@ -161,7 +161,7 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_ours_to_make_is_told_to_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_disks.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     (finding,) = about(list(examine(write(tmp_path, nvme(tmp_path / "pages")))), "nvme")
     assert finding.state is State.BAD
     assert f"install -d -o {os.geteuid()} {tmp_path / 'pages'}" in finding.fix, "not the folder above it"
@@ -169,9 +169,11 @@ def test_a_directory_that_is_not_ours_to_make_is_told_to_be_made(
 
 def test_a_full_disk_is_not_taken_for_a_wrong_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs(tmp_path)
-    monkeypatch.setattr(doctor_disks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=full.f_frsize))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=full.f_frsize))
     room, tried = about(
-        list(doctor_disks.check_directories(NvmeTierConfig(type="nvme", path=[tmp_path / "pages"], capacity=16 << 20))),
+        list(
+            doctor_disks.check_directories(NvmeTierConfig(type="nvme", path=(tmp_path / "pages",), capacity=16 << 20))
+        ),
         "nvme",
     )
     assert room.state is State.BAD and "or free some space" in room.fix

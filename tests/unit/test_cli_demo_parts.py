@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -179,7 +180,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model.shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
     with pytest.raises(TierPathError, match=r"20 MB free.*set KVTIER_CACHE"):
         demo_model.ensure_model(tmp_path, console=QUIET)
     assert list((tmp_path / "models").iterdir()) == []
