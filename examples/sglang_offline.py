@@ -53,4 +53,6 @@ def main(model: str, on_cpu: bool) -> None:
 
 
 if __name__ == "__main__":  # SGLang's workers import this file again
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     main(sys.argv[1], "--cpu" in sys.argv[2:])
