@@ -20,6 +20,7 @@ import contextlib
 import errno
 import gzip
 import hmac
+import io
 import ipaddress
 import os
 import socket
@@ -44,6 +45,8 @@ from kvtier.server.page import NAMESPACES, SECURITY_HEADERS, StatusPage
 TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
 MAX_CONNECTIONS = 16
 REQUEST_TIMEOUT_S = 5.0
+RECEIVE_DEADLINE_S = 15.0
+"""A request that has not come whole by then is given up: byte by byte it would hold one of the connections for good."""
 READY_TIMEOUT_S = 5.0
 READY_CACHE_S = 1.0
 """A probe writes and reads real pages: callers cannot make it run more often than this."""
@@ -240,6 +243,7 @@ class _Server(HTTPServer):
         self.state = state
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, socket.socket] = {}
+        self._receiving: dict[threading.Thread, float] = {}
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -271,6 +275,26 @@ class _Server(HTTPServer):
             self.shutdown_request(request)
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
+                self._receiving.pop(threading.current_thread(), None)
+
+    def receiving(self) -> None:
+        """The first of a request has come to this thread."""
+        with self._lock:
+            self._receiving[threading.current_thread()] = time.monotonic()
+
+    def received(self) -> None:
+        """This thread has its request."""
+        with self._lock:
+            self._receiving.pop(threading.current_thread(), None)
+
+    def service_actions(self) -> None:
+        """Called about ten times a second."""
+        begun_before = time.monotonic() - RECEIVE_DEADLINE_S
+        with self._lock:
+            late = [self._open[t] for t, begun in self._receiving.items() if begun < begun_before and t in self._open]
+        for connection in late:
+            with contextlib.suppress(OSError):  # its own thread may have closed it meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
 
     def cut_connections(self, end: float) -> None:
         """Shut every open connection down and join its thread until `end` (monotonic seconds)."""
@@ -289,8 +313,22 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = REQUEST_TIMEOUT_S  # a silent client frees its thread
     server: _Server
+    rfile: io.BufferedReader
+
+    def handle_one_request(self) -> None:
+        try:
+            self.rfile.peek(1)  # an idle connection has its own time
+        except TimeoutError:
+            self.close_connection = True
+            return
+        self.server.receiving()
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.received()
 
     def do_GET(self) -> None:
+        self.server.received()
         # Requests carry no body here; one that does is not read, so its connection cannot be used again.
         if self.headers.get("Content-Length", "0").strip() != "0" or self.headers.get("Transfer-Encoding"):
             self.close_connection = True
@@ -326,6 +364,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus(413), f"at most {post.body_bytes_max} bytes\n".encode())
         else:
             body = self.rfile.read(int(length))
+            self.server.received()
             if len(body) < int(length):
                 return
             self.close_connection = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from kvtier.config import HttpConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.server import http as exporter_module
-from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions
+from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions, Post
 from kvtier.testing.redis_servers import wait_for
 
 ANY = HttpOptions(port=0)
@@ -285,3 +287,31 @@ def test_a_failing_collector_is_an_answer(capfd: pytest.CaptureFixture[str]) -> 
         status, body, _headers = ask(server, "/metrics")
     assert (status, body) == (500, "a collector failed: RuntimeError: tier closed\n")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"GET /livez HT", b"GET /livez HTTP/1.1\r\nX-", b"POST /echo HTTP/1.1\r\nContent-Type: application/json\r\n"
+     b"Content-Length: 4000\r\n\r\n"],
+    ids=["line", "header", "body"],
+)  # fmt: skip
+def test_requests_that_come_byte_by_byte_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    monkeypatch.setattr(exporter_module, "RECEIVE_DEADLINE_S", 0.5)
+    monkeypatch.setattr(exporter_module, "MAX_CONNECTIONS", 2)
+    posts = {"/echo": Post(lambda body, _: (HTTPStatus.OK, body), 4096)}
+    with HttpExporter(CollectorRegistry(), HttpOptions(), posts=posts) as server:
+        drips = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) for _ in range(2)]
+        try:
+            for drip in drips:
+                drip.sendall(begin)
+
+            def drip_and_ask() -> bool:
+                for drip in drips:
+                    with contextlib.suppress(OSError):  # given up, as it should be
+                        drip.send(b"x")
+                return answered(server) == 200
+
+            wait_for(drip_and_ask, "nobody else is answered")
+        finally:
+            for drip in drips:
+                drip.close()
