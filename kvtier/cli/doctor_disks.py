@@ -67,6 +67,10 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
     if not existing.is_dir():
         yield bad(what, f"{existing} is a file", "name a directory, it is made if missing")
         return
+    free = os.statvfs(existing)
+    if free.f_flag & os.ST_RDONLY:
+        yield bad(what, f"{existing} is mounted read-only", "mount it to be written, or name another directory")
+        return
     if not os.access(existing, os.W_OK | os.X_OK):
         yield bad(
             what,
@@ -76,7 +80,6 @@ def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -
         return
     held, used = _tiers_below(path), _stored_bytes(path)
     yield from _formats(what, held)
-    free = os.statvfs(existing)
     left = free.f_bavail * free.f_frsize
     room = f"capacity {size(capacity_bytes)}, of which {size(used)} are taken; {size(left)} free"
     if (capacity_bytes - used) * sharing > left:

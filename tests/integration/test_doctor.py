@@ -167,9 +167,19 @@ def test_a_directory_that_is_not_ours_to_make_is_told_to_be_made(
     assert f"install -d -o {os.geteuid()} {tmp_path / 'pages'}" in finding.fix, "not the folder above it"
 
 
+def room_of(**changed: int) -> SimpleNamespace:
+    return SimpleNamespace(**{"f_bavail": 1 << 20, "f_frsize": 4096, "f_flag": 0, **changed})
+
+
+def test_a_file_system_that_is_mounted_read_only_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: room_of(f_flag=os.ST_RDONLY))
+    tier = NvmeTierConfig(type="nvme", path=(tmp_path / "pages",), capacity=16 << 20)
+    (finding,) = doctor_disks.check_directories(tier)
+    assert finding.state is State.BAD and "read-only" in finding.text and "another directory" in finding.fix
+
+
 def test_a_full_disk_is_not_taken_for_a_wrong_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=full.f_frsize))
+    monkeypatch.setattr(os, "statvfs", lambda path: room_of(f_bavail=1))
     tier = NvmeTierConfig(type="nvme", path=(tmp_path / "pages",), capacity=16 << 20)
     room, tried = doctor_disks.check_directories(tier)
     assert room.state is State.BAD and "or free some space" in room.fix
