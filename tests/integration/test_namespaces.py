@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import http.client
 import io
 import json
 import os
@@ -526,6 +527,69 @@ def serve(folder: Path, *more: str) -> tuple[subprocess.Popen[str], str, str]:
 def end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"Content-Type": "text/plain"}, None, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, None, 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, None, 415),
+        ({"Content-Type": "text/plain; application/json"}, None, 415),
+        ({}, None, 415),
+        ({"Content-Type": "application/json", "Host": "evil.example"}, None, 403),
+        ({"Content-Type": "application/json", "Host": "127.0.0.1.evil.example"}, None, 403),
+        ({"Content-Type": "application/json", "Transfer-Encoding": "chunked"}, None, 411),
+        ({"Content-Type": "application/json"}, b" " * 5000, 413),
+        ({"Content-Type": "application/json"}, b"[" * 4000, 400),
+        ({"Content-Type": "application/json"}, b'{"action": "purge", "namespace": ["all"]}', 400),
+        ({"Content-Type": "application/json"}, b'{"action": "delete", "namespace": "all"}', 400),
+        ({"Content-Type": "application/json"}, b'{"action": "purge", "namespace": "all", "dry_run": "no"}', 400),
+        ({"Content-Type": "application/json"}, b'{"action": "purge", "namespace": ""}', 404),
+    ],
+)
+def test_what_a_page_in_a_browser_can_send_deletes_nothing(
+    store: TieredStore, url: str, headers: dict[str, str], body: bytes | None, status: int
+) -> None:
+    keys = put(store, namespace("llama"), range(3))
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
+    try:
+        connection.putrequest("POST", "/api/namespaces", skip_host="Host" in headers)
+        sent = b'{"action": "purge", "namespace": "all"}' if body is None else body
+        for name, value in {"Content-Length": str(len(sent)), **headers}.items():
+            if not (name == "Content-Length" and "Transfer-Encoding" in headers):
+                connection.putheader(name, value)
+        connection.endheaders(sent)
+        assert connection.getresponse().status == status
+    finally:
+        connection.close()
+    assert there(store, keys) == [True] * 3
+
+
+def test_a_purge_ends_pins_and_gives_their_room_back(store: TieredStore, url: str) -> None:
+    for turn in range(3):  # each as much as may be pinned
+        put(store, namespace("llama"), range(turn * 128, turn * 128 + 128))
+        assert store.flush(PATIENCE_S)
+        assert json.loads(cli("pin", url, "all", "--json").stdout)["pages"] == 128
+        cli("purge", url, "all", "--yes")
+        assert not store.protected() and listed(url) == {}
+        assert [tier.usage().used_bytes for tier in (store.host, *store.lower)] == [0, 0]
+
+
+def test_room_that_a_purge_of_a_closed_directory_made_is_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    for turn in range(3):
+        store = open_store(folder)
+        try:
+            assert store.lower[0].usage().used_bytes == 0
+            for start in range(0, 2000, 200):
+                put(store, namespace("llama"), range(turn * 2000 + start, turn * 2000 + start + 200))
+                assert store.flush(PATIENCE_S)
+            assert store.lower[0].usage().resident_pages == 2000
+        finally:
+            store.close()
+        assert "deleted 2000 pages" in cli("purge", str(folder), "all", "--yes").stdout
+    assert sum(file.stat().st_size for file in folder.glob("segment-*")) <= 8 << 20
 
 
 def test_values_of_a_server_go_for_good(tmp_path: Path) -> None:
