@@ -34,6 +34,8 @@ ALL = "all"
 _PURGED_AT_ONCE = 256
 """Pages, so that nobody who looks pages up waits for long."""
 _PURGE_WAIT_S = 60.0
+_HASHED_AT_ONCE = 1024
+"""Pages, a millisecond: no other thread runs meanwhile."""
 
 Page = tuple[bytes, PageMeta]
 
@@ -123,7 +125,10 @@ def group(pages: Iterable[Page], described: Sequence[Description], label: Label 
     groups = []
     for one in reversed(described):
         hashed = [i for i, (_, m) in enumerate(left) if m.origin and one.spec in ("", m.spec.hex())]
-        keys = page_keys_of(bytes.fromhex(one.digest), [left[i][1].origin for i in hashed])
+        origins = [left[i][1].origin for i in hashed]
+        keys: list[bytes] = []
+        for at in range(0, len(origins), _HASHED_AT_ONCE):
+            keys += page_keys_of(bytes.fromhex(one.digest), origins[at : at + _HASHED_AT_ONCE])
         mine = {i for i, key in zip(hashed, keys, strict=True) if key == left[i][0]}
         if mine:
             groups.append(Group(one.id, one, "", [left[i] for i in sorted(mine)]))
