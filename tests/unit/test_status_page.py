@@ -199,7 +199,7 @@ def test_mistakes_are_told(server: HttpExporter) -> None:
     assert get(server.port, "/api/status?since=yesterday")[0] == 400
     assert get(server.port, "/api/status?range=year")[0] == 400
     status, _, body = get(server.port, "/api/explain?request=r1")
-    assert (status, json.loads(body)["error"][:42]) == (404, "nothing is known of request 'r1': explain_")
+    assert (status, json.loads(body)["error"][:46]) == (404, "nothing is known of request 'r1': set explain_")
     status, _, body = get(server.port, "/page.html")
     assert (status, body[:14]) == (404, b"known paths: /")
 
