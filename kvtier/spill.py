@@ -234,9 +234,6 @@ class Spiller:
             self._ledger.time_tier(self.tier.name, "put", time.monotonic() - start)
             self._ledger.spilled(self.tier.name, statuses)
             here = [put for put, status in zip(puts, statuses, strict=True) if status in _THERE]
-            if not self.tier.capabilities.shared:  # later ones may have pushed out earlier ones
-                there = self.tier.contains_many([put.key for put in here])
-                here = [put for put, still in zip(here, there, strict=True) if still]
             self._arrived([put.key for put in here], [put.meta for put in here])
         finally:
             self._busy_since = 0.0
