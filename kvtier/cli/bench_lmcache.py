@@ -1,8 +1,8 @@
 """``kvtier bench lmcache``: kvtier behind LMCache beside LMCache's own adapters, on one disk and one Redis, in one run.
 
 Every system gets the same BF16 chunks through the interface that LMCache's controllers use: submit, wait for the
-descriptor, take the result. Bytes are hot bytes, of the chunks as LMCache has them. CPU is that of this process, so
-that of the adapter with its threads, not that of Redis.
+descriptor, take the result. Bytes are hot bytes, of the chunks as LMCache has them. CPU is told apart: of this process,
+so of the adapter with its threads, and of the Redis server, which spends more the more bytes it is sent.
 
 - ``store``: until everything is on the disk or in Redis. ``store, answered``: until LMCache was told that its memory
   is free again, which with kvtier is earlier: chunks are on their way from its host memory then.
@@ -29,12 +29,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.cli import shaped_link
 from kvtier.cli.bench_lmcache_chunks import Chunks, keys_named
 from kvtier.cli.bench_lmcache_systems import System, open_adapter, systems
 from kvtier.errors import KVTierError, MissingExtraError
+from kvtier.testing.processes import cpu_of
 from kvtier.testing.redis_servers import RedisServer, find_server
 
 CHUNK_BYTES = (1 << 20, 4 << 20)
@@ -53,6 +54,15 @@ class _Samples:
     hot_bytes: int
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    server_cpu_s: list[float] = field(default_factory=list)
+
+
+class _Cost(NamedTuple):
+    """Seconds: wall, CPU of this process, CPU of the server where the system has one."""
+
+    seconds: float
+    cpu_s: float
+    server_cpu_s: float
 
 
 @dataclass(slots=True)
@@ -75,9 +85,9 @@ def run(
     link_bits_per_s: float | None = None,
     told: Callable[[int, int], object] = lambda done, of: None,
 ) -> list[Row]:
-    """``{"system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "p50_ms", "p99_ms", "samples", "at_rest",
-    "relative_error"}`` for each; medians of `rounds`, in which the systems take turns, so that what else runs on the
-    machine hits all alike.
+    """``{"system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "server_cpu_s_per_gb", "p50_ms", "p99_ms",
+    "samples", "at_rest", "relative_error"}`` for each; medians of `rounds`, in which the systems take turns, so that
+    what else runs on the machine hits all alike.
 
     kv: a model's K and V, which are stored in the place of random values: ``[2, layers, tokens, heads, dim]``, the bits
     of BF16 values as uint16, in numpy's format. names: of the systems, instead of all. link_bits_per_s: of the way
@@ -99,7 +109,7 @@ def run(
                 compared = systems(folder / str(number), ("127.0.0.1", redis.port))
                 if names is not None:
                     compared = [system for system in compared if system.name in names]
-                rows += _compare(compared, chunks, rounds, told)
+                rows += _compare(compared, chunks, rounds, redis.pid, told)
     return rows
 
 
@@ -115,13 +125,15 @@ def _check_installed() -> None:
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 
-def _compare(compared: Sequence[System], chunks: Chunks, rounds: int, told: Callable[[int, int], object]) -> list[Row]:
+def _compare(
+    compared: Sequence[System], chunks: Chunks, rounds: int, server: int, told: Callable[[int, int], object]
+) -> list[Row]:
     measured: dict[str, _Measured] = defaultdict(_Measured)
     turns = (rounds + 1) * len(compared)
     for n in range(rounds + 1):
         for at, system in enumerate(compared):
             into = measured[system.name] if n else _Measured()  # before the first round, nothing had been touched
-            _Turn(system, chunks, n, into).run()
+            _Turn(system, chunks, n, into, server).run()
             told(n * len(compared) + at + 1, turns)
     return [
         _row(name, op, chunks.nbytes, samples, system)
@@ -138,6 +150,7 @@ def _row(name: str, op: str, chunk_bytes: int, samples: _Samples, system: _Measu
         "chunk_bytes": chunk_bytes,
         "hot_mb_per_s": round(1e3 * gb / statistics.median(seconds), 1),
         "cpu_s_per_gb": round(sum(samples.cpu_s) / len(seconds) / gb, 4),
+        "server_cpu_s_per_gb": round(sum(samples.server_cpu_s) / len(seconds) / gb, 4),
         "p50_ms": round(1e3 * statistics.median(seconds), 3),
         "p99_ms": round(1e3 * seconds[ceil(0.99 * len(seconds)) - 1], 3),
         "samples": len(seconds),
@@ -147,10 +160,11 @@ def _row(name: str, op: str, chunk_bytes: int, samples: _Samples, system: _Measu
 
 
 class _Turn:
-    """One system's turn in round `n`."""
+    """One system's turn in round `n`. server: process id of the Redis server."""
 
-    def __init__(self, system: System, chunks: Chunks, n: int, into: _Measured) -> None:
+    def __init__(self, system: System, chunks: Chunks, n: int, into: _Measured, server: int) -> None:
         self._system, self._chunks, self._into = system, chunks, into
+        self._server = server if system.folder is None else None
         self._keys = keys_named(f"round {n}", chunks.count)
         self._driver: _Driver | None = None
 
@@ -217,19 +231,24 @@ class _Turn:
             raise KVTierError(f"{self._system.name}: a chunk came back with other values")
 
     @contextmanager
-    def _clock(self, op: str, hot_bytes: int) -> Iterator[Callable[[], tuple[float, float]]]:
-        cpu, start = time.process_time(), time.perf_counter()
+    def _clock(self, op: str, hot_bytes: int) -> Iterator[Callable[[], _Cost]]:
+        start = self._read_clocks()
 
-        def cost() -> tuple[float, float]:
-            return time.perf_counter() - start, time.process_time() - cpu
+        def cost() -> _Cost:
+            return _Cost(*(now - then for now, then in zip(self._read_clocks(), start, strict=True)))
 
         yield cost
         self._take(op, hot_bytes, cost())
 
-    def _take(self, op: str, hot_bytes: int, cost: tuple[float, float]) -> None:
+    def _read_clocks(self) -> _Cost:
+        server_cpu_s = 0.0 if self._server is None else cpu_of(self._server)
+        return _Cost(time.perf_counter(), time.process_time(), server_cpu_s)
+
+    def _take(self, op: str, hot_bytes: int, cost: _Cost) -> None:
         samples = self._into.ops.setdefault(op, _Samples(hot_bytes))
-        samples.seconds.append(cost[0])
-        samples.cpu_s.append(cost[1])
+        samples.seconds.append(cost.seconds)
+        samples.cpu_s.append(cost.cpu_s)
+        samples.server_cpu_s.append(cost.server_cpu_s)
 
 
 class _Driver:

@@ -31,6 +31,7 @@ from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle
 from kvtier.errors import KVTierError, missing_extra
 from kvtier.keys import checksum
 from kvtier.storage_backends.redis.options import Address, RedisOptions, TlsOptions
+from kvtier.testing.processes import cpu_of
 from kvtier.testing.redis_servers import find_server, kept_port
 
 BLOCK_BYTES = 1 << 20
@@ -42,7 +43,6 @@ _TIER_BATCH = 8
 """Pages in one call of the Redis tier."""
 
 _START_S = 60.0
-_CPUCLOCK_SCHED = 2
 
 Row = dict[str, str | int | float | None]
 
@@ -119,8 +119,8 @@ def _server_rows(folder: Path, ours: int, theirs: int, nbytes: int, count: int, 
         ):
             own, peer = _Side(), _Side()
             for _ in range(rounds):  # in turns, so that what else runs on the machine hits both
-                own.take((partial(do, one, n) for n in range(count)), lambda: _cpu_of(ours))
-                peer.take((partial(do, two, n) for n in range(count)), lambda: _cpu_of(theirs))
+                own.take((partial(do, one, n) for n in range(count)), lambda: cpu_of(ours))
+                peer.take((partial(do, two, n) for n in range(count)), lambda: cpu_of(theirs))
             rows.append(_row("server", op, nbytes, count, own, peer))
     return rows
 
@@ -235,12 +235,6 @@ def _row(tier: str, op: str, nbytes: int, count: int, own: _Side, peer: _Side) -
         "peer_mb_per_s": round(moved_gb * 1000 / statistics.median(peer.seconds), 1),
         "peer_p99_ms": round(1e3 * peer.p99_s, 3),
     }
-
-
-def _cpu_of(pid: int) -> float:
-    """CPU seconds of a process, all the threads that it has and had: its own clock, as `clock_getcpuclockid` names
-    it."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
 # ---- the processes

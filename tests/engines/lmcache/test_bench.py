@@ -23,8 +23,8 @@ def test_every_system_is_measured_in_both_directions(tmp_path: Path) -> None:
     assert {frozenset(row) for row in rows} == {
         frozenset(
             {
-                "system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "p50_ms", "p99_ms", "samples", "at_rest",
-                "relative_error",
+                "system", "op", "chunk_bytes", "hot_mb_per_s", "cpu_s_per_gb", "server_cpu_s_per_gb", "p50_ms",
+                "p99_ms", "samples", "at_rest", "relative_error",
             }
         )
     }  # fmt: skip
@@ -34,6 +34,8 @@ def test_every_system_is_measured_in_both_directions(tmp_path: Path) -> None:
         *((system, "store, answered") for system in ours),
     }
     assert {row["samples"] for row in rows if row["op"] == "load one"} == {4}
+    served = {row["system"] for row in rows if row["op"] == "store" and float(row["server_cpu_s_per_gb"]) > 0}
+    assert served == {"kvtier nvfp4, redis", "resp", "resp, kvtier_nvfp4"}
     at_rest = {row["system"]: float(row["at_rest"]) for row in rows}
     assert 0.26 < at_rest["kvtier nvfp4, redis"] < 0.36 and 0.26 < at_rest["resp, kvtier_nvfp4"] < 0.36
     assert 0.49 < at_rest["fs_native, fp8"] < 0.55 and at_rest["fs"] >= 1 and at_rest["kvtier raw, nvme"] >= 1
