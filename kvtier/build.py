@@ -13,7 +13,7 @@ from kvtier.abc.codec import Codec
 from kvtier.abc.tier import RemovalListener, StagingTier, Tier
 from kvtier.breakeven import BreakEven
 from kvtier.codecs.registry import codec
-from kvtier.config import Config, HostTierConfig, LowerTierConfig, NvmeTierConfig, RedisTierConfig
+from kvtier.config import PRIORITIES, Config, HostTierConfig, LowerTierConfig, NvmeTierConfig, RedisTierConfig
 from kvtier.errors import ConfigError
 from kvtier.ledger import Ledger
 from kvtier.observe import ObserveOptions, Watch
@@ -83,6 +83,9 @@ def open_store(
             break_even=break_even,
             observer=watch,
         )
+        if priority := PRIORITIES[config.priority]:  # of what was found: tiers do not keep it
+            for lower in opened[1:]:
+                lower.rank_many([key for key, _ in lower.scan()], priority)
         store.ledger.registry.register(break_even)
         for tier_opened in opened:
             collector = getattr(tier_opened, "collector", None)

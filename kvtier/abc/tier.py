@@ -58,6 +58,13 @@ class Removal(Enum):
     QUARANTINED = "quarantined"
 
 
+class Note(Enum):
+    """What is kept beside the pages. NAMESPACES: what they are. PINS: which of them somebody pinned."""
+
+    NAMESPACES = "namespaces"
+    PINS = "pins"
+
+
 class PageMeta(NamedTuple):
     """What a tier keeps beside a page's bytes. A tuple, because one is made per page of every look-up.
 
@@ -184,12 +191,18 @@ class Tier(ABC):
         Does nothing where the tier keeps no order of its own."""
         return 0
 
-    def note(self, data: bytes) -> None:
-        """Keep `data`, which describes what is stored, beside the pages, in place of an earlier note. Never raises:
-        it only helps people. Nothing where pages do not outlive the process, or are not this process's alone."""
+    def rank_many(self, keys: Sequence[bytes], priority: int) -> int:
+        """Give pages another priority (`PageMeta.priority`): what a restart found has none of its own. Inside that
+        priority they count as used now, in the order of `keys`. How many of them are here. Does nothing where the tier
+        keeps no order of its own, or no pages over a restart."""
+        return 0
+
+    def note(self, data: bytes, note: Note = Note.NAMESPACES) -> None:
+        """Keep `data` beside the pages, in place of an earlier note of the kind. Never raises: pages are served without
+        it. Nothing where pages do not outlive the process, or are not this process's alone."""
         return
 
-    def notes(self) -> list[bytes]:
+    def notes(self, note: Note = Note.NAMESPACES) -> list[bytes]:
         """What is kept by `note`, of every place that the tier has; found on opening, too."""
         return []
 

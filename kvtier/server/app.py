@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvtier.config import Config, NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.inventory import Inventory
+from kvtier.server.away import give_up_what_was_away
 from kvtier.server.commands import NAMES, execute
 from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.keyspace import Keyspace, label_of
@@ -90,8 +91,10 @@ class CacheServer:
             self.store = store
             disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)
             if disk is not None:  # behind the tier, which makes sure that it is the only one in its directory
+                give_up_what_was_away([one for tier in store.lower for one in getattr(tier, "members", ())])
                 self._voided = Voided([path.expanduser() / _SHARD / "voided.log" for path in disk.path])
             self.keyspace.attach(self.store, self._voided)
+            self._rank_found(store, config)
             self.store.inventory = Inventory(self.store, delete=self.keyspace.purge, label=label_of)
             # Who knows no password must not delete by another door.
             guarded = http is not None and http.token() is not None
@@ -130,6 +133,19 @@ class CacheServer:
             self._voided.close()
         if self.http is not None:
             self.http.close()
+
+    def _rank_found(self, store: TieredStore, config: Config) -> None:
+        """Give the values that a restart found the priority of their users: a tier does not keep it."""
+        users = self._options.users
+        if not users.rank_values and config.priority == "normal":
+            return
+        ranks = {entry.page: users.priority(entry.key) for entry in self.keyspace.entries()}
+        for tier in store.lower:
+            by_rank: dict[int, list[bytes]] = {}
+            for page, _ in tier.scan():  # in the order in which they were used
+                by_rank.setdefault(ranks.get(page, 0), []).append(page)
+            for rank, pages in by_rank.items():
+                tier.rank_many(pages, rank)
 
     def _not_ready(self) -> str | None:
         if self._stopping.is_set():

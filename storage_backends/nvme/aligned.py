@@ -60,3 +60,14 @@ class BouncePool:
         finally:
             if len(memory) <= _KEPT_BYTES and len(self._free) < _KEPT_BUFFERS:
                 self._free.append(memory)
+
+
+def copy(to: memoryview, source: memoryview) -> None:
+    """To the start of `to`."""
+    if len(source):  # numpy lets the GIL go while it copies, memoryview does not
+        np.frombuffer(to, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)
+
+
+def zero(part: memoryview) -> None:
+    if len(part):
+        np.frombuffer(part, np.uint8)[:] = 0

@@ -65,6 +65,11 @@ class IndexLog:
         """How many records were queued so far: what to `flush` up to."""
         return self._queued
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything queued is with the operating system."""
+        return self._written >= self._queued
+
     def flush(self, up_to: int) -> None:
         """Return once the first `up_to` records are with the operating system. OSError where they cannot be written;
         they then stay queued, in order."""

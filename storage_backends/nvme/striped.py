@@ -21,6 +21,7 @@ from kvtier.abc.tier import (
     LENGTH_ABSENT,
     GetResult,
     GetStatus,
+    Note,
     PageMeta,
     PutItem,
     PutStatus,
@@ -168,12 +169,21 @@ class StripedNvmeTier(Tier):
             parts = [member.scan() for member in self._open_members()]
         return (page for part in parts for page in part)
 
-    def note(self, data: bytes) -> None:
-        for member in self._open_members():
-            member.note(data)
+    def rank_many(self, keys: Sequence[bytes], priority: int) -> int:
+        with self._gate:
+            return sum(member.rank_many(keys, priority) for member in self._open_members())
 
-    def notes(self) -> list[bytes]:
-        return [data for member in self._open_members() for data in member.notes()]
+    def note(self, data: bytes, note: Note = Note.NAMESPACES) -> None:
+        for member in self._open_members():
+            member.note(data, note)
+
+    def notes(self, note: Note = Note.NAMESPACES) -> list[bytes]:
+        return [data for member in self._open_members() for data in member.notes(note)]
+
+    @property
+    def members(self) -> tuple[NvmeTier, ...]:
+        """The tiers that this one consists of, one per directory that is open."""
+        return tuple(self._open_members())
 
     def usage(self) -> TierUsage:
         """Directories that could not be opened yet count nothing but their capacity."""

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from kvtier.abc.tier import (
     LENGTH_UNKNOWN,
     SLOT_ALIGN,
     GetResult,
     GetStatus,
+    Note,
     PageMeta,
     PutItem,
     PutStatus,
@@ -32,9 +31,9 @@ from kvtier.abc.tier import (
     TierCapabilities,
     TierUsage,
 )
-from kvtier.errors import ConfigError, SpecError, TierPathError
+from kvtier.errors import ClosedError, ConfigError, SpecError, TierPathError
 from kvtier.keys import checksum
-from kvtier.storage_backends.nvme.aligned import BouncePool, extended, is_aligned
+from kvtier.storage_backends.nvme.aligned import BouncePool, copy, extended, is_aligned, zero
 from kvtier.storage_backends.nvme.device import Device
 from kvtier.storage_backends.nvme.directory import TierDirectory
 from kvtier.storage_backends.nvme.health import Health
@@ -42,6 +41,7 @@ from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.metrics import NvmeCollector
 from kvtier.storage_backends.nvme.note import read_note, write_note
 from kvtier.storage_backends.nvme.probe import PROBE_BYTES, try_writing
+from kvtier.storage_backends.nvme.ranked import RankedTable
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
 from kvtier.storage_backends.nvme.workers import Workers
@@ -50,7 +50,7 @@ from kvtier.storage_backends.slots.config import check_capacity, check_max_recor
 from kvtier.storage_backends.slots.extents import slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.order import order_of
-from kvtier.storage_backends.slots.table import SlotTable, check_meta
+from kvtier.storage_backends.slots.table import check_meta
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class NvmeTier(Tier):
             self._directory.close()
             raise
         self.path = self._directory.path
-        self._table = SlotTable(self._segments.regions, largest, order, ttl_s)
+        self._table = RankedTable(self._segments.regions, largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
         self._bounce = BouncePool()
@@ -233,11 +233,29 @@ class NvmeTier(Tier):
             entries = self._table.entries(staged=False)
         return ((e.key, e.meta) for e in entries)
 
-    def note(self, data: bytes) -> None:
-        write_note(self._directory.path, data)
+    def rank_many(self, keys: Sequence[bytes], priority: int) -> int:
+        with self._gate, self._lock:
+            return self._table.rank(keys, priority)
 
-    def notes(self) -> list[bytes]:
-        return read_note(self._directory.path)
+    def note(self, data: bytes, note: Note = Note.NAMESPACES) -> None:
+        try:
+            with self._gate:  # behind it the directory may be another process's
+                write_note(self._directory.path, note, data)
+        except ClosedError:
+            _log.debug("the %s tier was closed before a note was written", self.name)
+
+    def notes(self, note: Note = Note.NAMESPACES) -> list[bytes]:
+        return read_note(self._directory.path, note)
+
+    @property
+    def logged(self) -> bool:
+        """Whether a restart now would find everything as it is: False while the log cannot be written."""
+        return self._index.complete
+
+    @property
+    def members(self) -> tuple[NvmeTier, ...]:
+        """The tiers that this one consists of, one per directory that is open: itself."""
+        return (self,)
 
     def usage(self) -> TierUsage:
         with self._lock:
@@ -345,8 +363,8 @@ class NvmeTier(Tier):
             self._segments.write(offset, extended(item.data, slot_bytes))
         else:
             with self._bounce.buffer(slot_bytes) as buffer:
-                _copy(buffer, item.data)
-                _zero(buffer[nbytes:])
+                copy(buffer, item.data)
+                zero(buffer[nbytes:])
                 self._segments.write(offset, buffer)
 
     # ---- reading
@@ -373,7 +391,7 @@ class NvmeTier(Tier):
                     whole = self._segments.read(slot.offset, buffer) >= meta.nbytes
                 self.health.worked("read")
                 if whole and checksum(again, key) == meta.checksum:
-                    _copy(record, again)
+                    copy(record, again)
                     return GetResult(GetStatus.HIT, meta)
         except OSError as error:
             self.health.read_failed(error)
@@ -390,7 +408,7 @@ class NvmeTier(Tier):
             return self._segments.read(offset, out[:slot_bytes]) >= nbytes
         with self._bounce.buffer(slot_bytes) as buffer:
             whole = self._segments.read(offset, buffer) >= nbytes
-            _copy(out, buffer[:nbytes])
+            copy(out, buffer[:nbytes])
         return whole
 
     def _after_reading(
@@ -492,13 +510,3 @@ class NvmeTier(Tier):
 
 def _until(deadline_s: float | None) -> float | None:
     return None if deadline_s is None else time.monotonic() + deadline_s
-
-
-def _copy(to: memoryview, source: memoryview) -> None:
-    if len(source):  # numpy lets the GIL go while it copies, memoryview does not
-        np.frombuffer(to, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)
-
-
-def _zero(part: memoryview) -> None:
-    if len(part):
-        np.frombuffer(part, np.uint8)[:] = 0
