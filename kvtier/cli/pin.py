@@ -19,7 +19,7 @@ def pin(
     token_file: TokenFile = None,
     json_output: Json = False,
 ) -> None:
-    """Keep a namespace's pages, those that are stored now, until --end or the end of the process that holds them.
+    """Keep a namespace's pages, those that are stored now, until --end; after a restart too, where they are on NVMe.
 
     At most half of the host tier can be pinned. Pages that are stored later are not.
     """
@@ -29,5 +29,7 @@ def pin(
         return
     verb = "unpinned" if end else "pinned"
     typer.echo(f"{'would be ' if dry_run else ''}{verb}: {done['pages']} pages, {size(done['cold_bytes'])}")
+    if not end and not dry_run and (forgotten := done["pages"] - done.get("remembered_pages", 0)):
+        typer.echo(f"{forgotten} of them are pinned until the process ends, not after a restart", err=True)
     if done.get("refused_pages"):
         typer.echo(f"not pinned: {done['refused_pages']} pages, since at most half of the host tier can be", err=True)

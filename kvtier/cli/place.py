@@ -108,8 +108,8 @@ class _Directory:
 
         if action != "purge":
             raise ConfigError(
-                f"{self.name!r}: pages are pinned by the process that has them open, and until it ends; give the URL "
-                "of its HTTP port"
+                f"{self.name!r}: pages are pinned by the process that has them open; start it, and give the URL of its "
+                "HTTP port"
             )
         with ExitStack() as stack:
             opened = self._opened(stack)

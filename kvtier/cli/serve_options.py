@@ -49,7 +49,7 @@ class Given:
 
     @property
     def any(self) -> bool:
-        return any(value for value in astuple(self))
+        return any(value not in (None, "", []) for value in astuple(self))
 
     def block(self) -> Config:
         """The block that says the same. Raises ConfigError."""
@@ -63,7 +63,7 @@ class Given:
         names = (
             "listen", "password_file", "tls_cert", "tls_key", "tls_client_ca", "max_connections", "max_value"
         )  # fmt: skip
-        server = {name: value for name in names if (value := getattr(self, name))}
+        server = {name: value for name in names if (value := getattr(self, name)) not in (None, "", [])}
         block: dict[str, Any] = {"tiers": tiers, "server": server or {"listen": ["tcp:127.0.0.1:6380"]}}
         if self.http:
             block["http"] = _http(self.http)

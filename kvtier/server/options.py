@@ -70,12 +70,12 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert.expanduser(), self.key.expanduser())
         except (OSError, ssl.SSLError) as e:
             raise ConfigError(f"tls cert = {str(self.cert)!r} with key = {str(self.key)!r} cannot be used: {e}") from e
         if self.client_ca is not None:
             try:
-                context.load_verify_locations(self.client_ca)
+                context.load_verify_locations(self.client_ca.expanduser())
             except (OSError, ssl.SSLError) as e:
                 raise ConfigError(f"tls client_ca = {str(self.client_ca)!r} cannot be used: {e}") from e
             context.verify_mode = ssl.CERT_REQUIRED
@@ -112,6 +112,17 @@ class ServerOptions:
         password = read_password("server password_file", config.password_file, PASSWORD_VARIABLE)
         if (config.tls_cert is None) != (config.tls_key is None):
             raise ConfigError("server: tls_cert and tls_key belong together; give both or neither")
+        if config.tls_client_ca is not None and config.tls_cert is None:
+            raise ConfigError(
+                f"server: tls_client_ca = {str(config.tls_client_ca)!r} asks nobody for a certificate without "
+                "tls_cert, tls_key and a listener tls:HOST:PORT; add them, or leave it out"
+            )
+        for user in config.users:
+            if "" in user.prefixes:
+                raise ConfigError(
+                    f"server users: prefixes of {user.name!r} has an empty one, which every key begins with; leave "
+                    "prefixes out if it is to see all keys"
+                )
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)

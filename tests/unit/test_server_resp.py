@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import _native
 from kvtier.server import resp
 from kvtier.server.auth import User, Users, digest
-from kvtier.server.command import glob
+from kvtier.server.command import CommandError, Glob
 from kvtier.server.options import Listen, ServerOptions
 from kvtier.server.resp import Argument, Disconnected, Place, ProtocolError, Stream
 
@@ -235,10 +235,47 @@ def test_replies() -> None:
         (b"a[^b]", [b"ac"], [b"ab"]),
         (b"a\\*", [b"a*"], [b"ab"]),
         (b"a.c", [b"a.c"], [b"abc"]),
+        (b"", [b""], [b"a"]),
+        (b"a*", [b"a", b"ab", b"a\n"], [b"", b"ba"]),
+        (b"*a", [b"a", b"ba"], [b"ab", b""]),
+        (b"a*a", [b"aa", b"aba"], [b"a", b"ab"]),
+        (b"a**b*?", [b"abc", b"axbb"], [b"ab", b"acb"]),
+        (b"*ab*ab*", [b"abab", b"xabyabz"], [b"ab", b"aab"]),
+        (b"[d-b]", [b"c"], [b"a", b"-"]),
+        (b"[a&&b||c~~d--e]", [b"a", b"&", b"|", b"~", b"-"], [b"f", b"g"]),
+        (b"[^]", [b"a"], [b"", b"ab"]),
+        (b"[]", [], [b"", b"a", b"]"]),
+        (b"[a", [b"[a"], [b"a"]),
+        (b"a\\", [b"a\\"], [b"a"]),
+        (b"[\x00-\xff]", [b"\xfe", b"\n"], [b""]),
     ],
 )
 def test_patterns_are_those_of_redis(pattern: bytes, yes: list[bytes], no: list[bytes]) -> None:
-    assert [k for k in yes + no if glob(pattern).match(k)] == yes
+    assert [k for k in yes + no if Glob(pattern).match(k)] == yes
+
+
+@given(pattern=st.text("ab*?", max_size=8), key=st.text("ab", max_size=8))
+@settings(deadline=None)
+def test_patterns_match_what_an_obvious_matcher_matches(pattern: str, key: str) -> None:
+    def obvious(p: str, k: str) -> bool:
+        if not p:
+            return not k
+        if p[0] == "*":
+            return obvious(p[1:], k) or (bool(k) and obvious(p, k[1:]))
+        return bool(k) and p[0] in ("?", k[0]) and obvious(p[1:], k[1:])
+
+    assert Glob(pattern.encode()).match(key.encode()) == obvious(pattern, key)
+
+
+def test_a_pattern_that_nothing_matches_keeps_nobody_waiting() -> None:
+    """One that tries every way to place its stars would take longer than the sun has."""
+    key = b"a" * 240
+    for pattern in (b"a*" * 100 + b"b", b"*a" * 120 + b"b", b"?*" * 200 + b"b"):
+        assert not Glob(pattern).match(key)
+    assert Glob(b"a*" * 119 + b"a").match(key)
+    assert not Glob(b"x" * 4096).match(key)
+    with pytest.raises(CommandError, match="4097 bytes"):
+        Glob(b"*" * 4097)
 
 
 def test_users() -> None:
