@@ -6,6 +6,8 @@ import fnmatch
 import os
 import resource
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier import __version__
@@ -55,7 +57,7 @@ def _info_text(session: Session, wanted: set[str]) -> str:
         "cpu": _cpu(),
         "cluster": {"cluster_enabled": 0},
         "keyspace": {
-            f"db{n}": f"keys={keys},expires=0,avg_ttl=0" for n in range(DATABASES) if (keys := size(session, n))
+            f"db{n}": f"keys={keys},expires=0,avg_ttl=0" for n, keys in sorted(_keys(session).items()) if keys
         },
     }
     lines = []
@@ -63,6 +65,14 @@ def _info_text(session: Session, wanted: set[str]) -> str:
         if not wanted or title in wanted:
             lines += [f"# {title.capitalize()}", *(f"{k}:{v}" for k, v in fields.items()), ""]
     return "\r\n".join(lines)
+
+
+def _keys(session: Session) -> Mapping[int, int]:
+    """How many keys the user sees, by database: those of a user with prefixes are counted, once for all databases."""
+    user = session.user
+    if user is None or not user.prefixes:
+        return {n: size(session, n) for n in range(DATABASES)}
+    return Counter(entry.database for entry in session.keyspace.entries() if user.owns(entry.key))
 
 
 def _cpu() -> dict[str, str]:
