@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -26,6 +27,9 @@ from kvtier.server.session import Shared
 from kvtier.server.stats import ServerStats
 from kvtier.server.voided import Voided
 from kvtier.store import TieredStore
+
+if TYPE_CHECKING:
+    from kvtier.storage_backends.nvme.tier import NvmeTier
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +95,11 @@ class CacheServer:
             self.store = store
             disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)
             if disk is not None:  # behind the tier, which makes sure that it is the only one in its directory
-                give_up_what_was_away([one for tier in store.lower for one in getattr(tier, "members", ())])
-                self._voided = Voided([path.expanduser() / _SHARD / "voided.log" for path in disk.path])
+                give_up_what_was_away(_directories(store))
+                self._voided = Voided(
+                    [path.expanduser() / _SHARD / "voided.log" for path in disk.path],
+                    lambda: {page for directory in _directories(store) for page in directory.unlogged()},
+                )
             self.keyspace.attach(self.store, self._voided)
             self._rank_found(store, config)
             self.store.inventory = Inventory(self.store, delete=self.keyspace.purge, label=label_of)
@@ -163,3 +170,8 @@ class CacheServer:
             self.keyspace.sweep()
         except Exception:  # noqa: BLE001 - logged; the next round tries again, and expired values are not served
             _log.exception("removing expired values failed")
+
+
+def _directories(store: TieredStore) -> list[NvmeTier]:
+    """Those of the NVMe tier that are open."""
+    return [directory for tier in store.lower for directory in getattr(tier, "members", ())]

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -35,12 +35,15 @@ class Voided:
     their order does not matter. Files are made where there are none; those that fail are left out, with a warning, as
     long as one works. Thread-safe.
 
-    errors: records that no file took, so that a crash may bring their values back.
+    unlogged: pages whose deletion a tier could not write down yet. errors: records that no file took when it was asked,
+    so that a crash right then would have brought their values back.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], unlogged: Callable[[], Container[bytes]] = frozenset[bytes]) -> None:
         self._lock = threading.Lock()
+        self._unlogged = unlogged
         self._pending: dict[bytes, None] = {}
+        self._kept_bytes = 0  # when it was compacted last
         self.errors = 0
         self._files: list[_File] = []
         opened = [_open(path) for path in paths]
@@ -83,15 +86,26 @@ class Voided:
                 self._failed(len(pages))
 
     def compact(self, pending: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
-        """Forget the pages that are not `pending` any more, if the log has grown long. Call it now and then."""
-        if max(file.nbytes for file in self._files) < _COMPACT_BYTES:
-            return
+        """Forget the pages that are not `pending` any more, if the log has grown long, and give files what they did not
+        take. Call it now and then, from one thread."""
         with self._lock:
             pages = list(self._pending)
-            self._pending = {page: None for page, wait in zip(pages, pending(pages), strict=True) if wait}
-            for file in self._files:
-                if (error := file.rewrite(self._pending)) is not None:
-                    _log.debug("%s stays long: %s", file.path, error)
+            files = [file for file in self._files if file.behind]
+            longest = max(len(pages) * _RECORD_BYTES, *(file.nbytes for file in self._files))
+        if longest >= max(_COMPACT_BYTES, 2 * self._kept_bytes):
+            waiting = pending(pages)
+            unlogged = self._unlogged()  # asked last: what does not wait any more is logged, or is there
+            with self._lock:
+                for page, waits in zip(pages, waiting, strict=True):
+                    if not waits and page not in unlogged:
+                        self._pending.pop(page, None)
+                self._kept_bytes = len(self._pending) * _RECORD_BYTES
+            files = self._files
+        for file in files:
+            with self._lock:
+                error = file.rewrite(self._pending)
+            if error is not None:
+                _log.debug("%s stays as it is: %s", file.path, error)
 
     def close(self) -> None:
         with self._lock:
@@ -110,7 +124,7 @@ class Voided:
 class _File:
     """One copy of the log. Guarded by the log's lock. Raises OSError where it cannot be opened.
 
-    found: the records that were in it.
+    found: the records that were in it. behind: it did not take all that it should have.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,6 +133,7 @@ class _File:
         raw = path.read_bytes() if path.exists() else b""
         self.found = tuple(_pages(raw))
         self.nbytes = len(raw)
+        self.behind = False
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def add(self, data: bytes) -> bool:
@@ -126,9 +141,11 @@ class _File:
         try:
             written = os.write(self._file, data)
         except OSError:
+            self.behind = True
             return False
         self.nbytes += written
         if written < len(data):  # the rest would stand behind half a record
+            self.behind = True
             with contextlib.suppress(OSError):  # then `_pages` stops there
                 self.nbytes -= written % _RECORD_BYTES
                 os.ftruncate(self._file, self.nbytes)
@@ -149,7 +166,7 @@ class _File:
             os.close(replaced)
             return e
         os.close(self._file)
-        self._file, self.nbytes = replaced, len(data)
+        self._file, self.nbytes, self.behind = replaced, len(data), False
         return None
 
     def close(self) -> None:

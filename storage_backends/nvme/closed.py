@@ -65,7 +65,10 @@ class ClosedTier:
 @contextmanager
 def open_closed(path: Path) -> Iterator[ClosedTier]:
     """The tier in `path`, for this process alone. Raises TierPathError, also where another process has it open."""
-    way_out = "a running process is asked by the URL of its HTTP port; or stop it"
+    way_out = (
+        "give the URL of its HTTP port in place of the directory (http://127.0.0.1:9404, if its configuration says "
+        "http: {port: 9404}), or stop it"
+    )
     directory = TierDirectory("nvme", path, None, 1 << 28, if_in_use=way_out)
     try:
         try:

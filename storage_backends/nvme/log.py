@@ -15,7 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.storage_backends.nvme.device import Device, write_all
-from kvtier.storage_backends.nvme.records import Loaded, decode, encode_delete, encode_put, encode_puts, put_bytes
+from kvtier.storage_backends.nvme.records import (
+    Loaded,
+    decode,
+    deleted_key,
+    encode_delete,
+    encode_put,
+    encode_puts,
+    put_bytes,
+)
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
 
 _log = logging.getLogger(__name__)
@@ -69,6 +77,12 @@ class IndexLog:
     def complete(self) -> bool:
         """Whether everything queued is with the operating system."""
         return self._written >= self._queued
+
+    def unwritten_deletes(self) -> set[bytes]:
+        """Pages whose deletion is queued and not written. Waits for a write under way."""
+        with self._write_lock, self._queue_lock:
+            queue = list(self._queue)
+        return {key for record in queue if (key := deleted_key(record)) is not None}
 
     def flush(self, up_to: int) -> None:
         """Return once the first `up_to` records are with the operating system. OSError where they cannot be written;

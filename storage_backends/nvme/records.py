@@ -55,6 +55,12 @@ def encode_delete(key: bytes) -> bytes:
     return _sealed(_HEAD.pack(MAGIC, 0, DELETE, 0, 0, 0, key))
 
 
+def deleted_key(record: bytes) -> bytes | None:
+    """The page of an `encode_delete`; None of other records."""
+    _, _, kind, _, _, _, key = _HEAD.unpack_from(record)
+    return bytes(key) if kind == DELETE else None
+
+
 def put_bytes(pages: PageColumns) -> int:
     """Length of `encode_puts`."""
     return _RECORD.itemsize * len(pages) + sum(len(_padded(origin)) for origin in pages.origins.values())

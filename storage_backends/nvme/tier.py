@@ -252,6 +252,11 @@ class NvmeTier(Tier):
         """Whether a restart now would find everything as it is: False while the log cannot be written."""
         return self._index.complete
 
+    def unlogged(self) -> set[bytes]:
+        """Deleted pages that a restart now would find again, since the log could not be written. Waits for a write
+        under way."""
+        return set() if self._index.complete else self._index.unwritten_deletes()
+
     @property
     def members(self) -> tuple[NvmeTier, ...]:
         """The tiers that this one consists of, one per directory that is open: itself."""

@@ -94,6 +94,52 @@ def test_a_full_disk_is_counted_and_leaves_a_whole_log(path: Path, monkeypatch: 
     found.close()
 
 
+def test_what_a_disk_did_not_take_is_written_when_it_takes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / name / "voided.log" for name in ("one", "two")]
+    log = Voided(paths)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", no_space)
+        log.add([page(1, 1)])
+    assert [path.stat().st_size for path in paths] == [0, 0] and log.errors == 1
+    log.compact(lambda pages: [True] * len(pages))
+    log.add([page(2, 1)])
+    assert [path.stat().st_size for path in paths] == [80, 80]
+    log.close()
+    for path in paths:
+        found = again(path)
+        assert found.covers(page(1, 1)) and found.covers(page(2, 1))
+        found.close()
+
+
+def test_it_forgets_nothing_that_a_tier_could_not_write_down(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion that waits for the index log is not on the disk: after a kill its page would be found."""
+    monkeypatch.setattr(voided, "_COMPACT_BYTES", 4000)
+    unlogged = {page(3, 3), page(5, 5)}
+    log = Voided([path], lambda: unlogged)
+    log.add([page(n, n) for n in range(110)])
+    log.compact(lambda pages: [False] * len(pages))
+    assert path.stat().st_size == 80
+    found = again(path)
+    assert found.covers(page(3, 3)) and found.covers(page(5, 5)) and not found.covers(page(4, 4))
+    found.close()
+    log.close()
+
+
+def test_memory_is_bounded_where_no_disk_takes_notes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voided, "_COMPACT_BYTES", 4000)
+    log = Voided([path])
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", no_space)
+        for n in range(30):
+            log.add([page(n, m) for m in range(10)])
+            log.compact(lambda pages: asked.append(len(pages)) or [False] * len(pages))  # type: ignore[func-returns-value]
+    assert asked == [100, 100, 100] and log.errors == 300
+    log.close()
+
+
 def no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
