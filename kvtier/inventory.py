@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.abc.tier import PROBE_PREFIX, PageMeta
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.keys import Namespace, page_keys_of
+from kvtier.keys import Namespace, owners_of
 
 if TYPE_CHECKING:
     from kvtier.below import Deletion
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 REMEMBERED = 256
-"""Descriptions that are kept in a file; the oldest make room."""
+"""Descriptions that are kept in a process and in a file; the oldest make room, those without pages first."""
 DIGEST_BYTES = 32
 _ID_CHARS = 12
 _SHORTEST = 4
@@ -34,8 +34,8 @@ ALL = "all"
 _PURGED_AT_ONCE = 256
 """Pages, so that nobody who looks pages up waits for long."""
 _PURGE_WAIT_S = 60.0
-_HASHED_AT_ONCE = 1024
-"""Pages, a millisecond: no other thread runs meanwhile."""
+_LOOKED_AT_ONCE = 1024
+"""Pages, so that other threads run every millisecond."""
 
 Page = tuple[bytes, PageMeta]
 
@@ -119,24 +119,37 @@ def by_geometry(meta: PageMeta) -> str:
 
 
 def group(pages: Iterable[Page], described: Sequence[Description], label: Label = by_geometry) -> list[Group]:
-    """Pages by namespace: those that were described first, then others by what `label` says. Checks of readiness are
-    left out."""
-    left = [page for page in pages if not page[0].startswith(PROBE_PREFIX)]
-    groups = []
-    for one in reversed(described):
-        hashed = [i for i, (_, m) in enumerate(left) if m.origin and one.spec in ("", m.spec.hex())]
-        origins = [left[i][1].origin for i in hashed]
-        keys: list[bytes] = []
-        for at in range(0, len(origins), _HASHED_AT_ONCE):
-            keys += page_keys_of(bytes.fromhex(one.digest), origins[at : at + _HASHED_AT_ONCE])
-        mine = {i for i, key in zip(hashed, keys, strict=True) if key == left[i][0]}
-        if mine:
-            groups.append(Group(one.id, one, "", [left[i] for i in sorted(mine)]))
-            left = [page for i, page in enumerate(left) if i not in mine]
+    """Pages by namespace: those that were described first, the latest before others, then the rest by what `label`
+    says. Checks of readiness are left out."""
+    listed = [page for page in pages if not page[0].startswith(PROBE_PREFIX)]
+    owners = _owners(listed, described)
+    mine: dict[str, list[Page]] = {one.digest: [] for one in reversed(described)}
     others: dict[str, list[Page]] = {}
-    for page in left:
-        others.setdefault(label(page[1]), []).append(page)
+    for page, owner in zip(listed, owners, strict=True):
+        (others.setdefault(label(page[1]), []) if owner is None else mine[owner]).append(page)
+    known = {one.digest: one for one in described}
+    groups = [Group(known[digest].id, known[digest], "", found) for digest, found in mine.items() if found]
     return groups + [Group(name, None, name, found) for name, found in sorted(others.items())]
+
+
+def _owners(pages: Sequence[Page], described: Sequence[Description]) -> list[str | None]:
+    """For each page the digest of the namespace that was described and gives it its key."""
+    owners: list[str | None] = [None] * len(pages)
+    alike: dict[tuple[bytes, int], list[int]] = {}
+    for i, (_, meta) in enumerate(pages):
+        if meta.origin:
+            alike.setdefault((meta.spec, len(meta.origin)), []).append(i)
+    for (spec, _), places in alike.items():
+        among = list(dict.fromkeys(one.digest for one in reversed(described) if one.spec in ("", spec.hex())))
+        if not among:
+            continue
+        digests = [bytes.fromhex(digest) for digest in among]
+        for at in range(0, len(places), _LOOKED_AT_ONCE):
+            part = places[at : at + _LOOKED_AT_ONCE]
+            found = owners_of(digests, [pages[i][0] for i in part], [pages[i][1].origin for i in part])
+            for i, n in zip(part, found, strict=True):
+                owners[i] = among[n] if n >= 0 else None
+    return owners
 
 
 def chosen(groups: Sequence[Group], name: str) -> list[Group]:
@@ -200,9 +213,13 @@ class Inventory:
         self._wait_s = wait_s
         self._lock = threading.Lock()
         self._described: dict[str, Description] = {}
+        """By digest, the oldest first."""
+        self._with_pages: set[str] = set()
+        """Digests that had pages when somebody last looked."""
         for tier in store.lower:
             for one in decode_all(tier.notes()):
                 self._described.setdefault(one.digest, one)
+        self._bound()
 
     def describe(self, namespace: Namespace, hot_page_bytes: int) -> None:
         """Pages of `namespace` are going to be stored. What outlives the process is told, too."""
@@ -212,6 +229,7 @@ class Inventory:
                 return
             self._described.pop(one.digest, None)
             self._described[one.digest] = one
+            self._bound()
             data = encode(list(self._described.values()))
             for tier in self._store.lower:
                 tier.note(data)
@@ -277,7 +295,18 @@ class Inventory:
         with self._lock:
             described = list(self._described.values())
         tiers = [t for t in (self._store.host, *self._store.lower) if not t.capabilities.shared]
-        return {tier.name: group(tier.scan(), described, self._label) for tier in tiers}
+        found = {tier.name: group(tier.scan(), described, self._label) for tier in tiers}
+        with_pages = {one.description.digest for groups in found.values() for one in groups if one.description}
+        with self._lock:
+            self._with_pages = with_pages
+        return found
+
+    def _bound(self) -> None:
+        """Of the older half the first that had no pages goes. The others may be about to get some: looking for them
+        would take an engine's thread too long."""
+        while len(self._described) > REMEMBERED:
+            older = list(self._described)[: REMEMBERED // 2]
+            del self._described[next((digest for digest in older if digest not in self._with_pages), older[0])]
 
     def _chosen(self, name: str) -> list[Group]:
         return chosen([one for groups in self._groups().values() for one in groups], name)

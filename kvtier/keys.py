@@ -87,16 +87,20 @@ class Namespace:
     def page_keys(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Keys of pages by the engine's page hashes (any bytes, each chained over its prefix): BLAKE2b-256 of the
         hash, keyed with the namespace digest."""
-        return page_keys_of(self.digest, list(hashes))
+        messages = list(hashes)
+        digest, lengths = self.digest, {len(message) for message in messages}
+        if len(lengths) != 1 or 0 in lengths:
+            return [hashlib.blake2b(m, key=digest, digest_size=KEY_BYTES).digest() for m in messages]
+        packed = _native.page_keys(digest, b"".join(messages), lengths.pop())
+        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
 
 
-def page_keys_of(digest: bytes, hashes: Sequence[bytes]) -> list[bytes]:
-    """As `Namespace.page_keys`, of the namespace with this digest."""
-    lengths = {len(h) for h in hashes}
-    if len(lengths) != 1 or 0 in lengths:
-        return [hashlib.blake2b(h, key=digest, digest_size=KEY_BYTES).digest() for h in hashes]
-    packed = _native.page_keys(digest, b"".join(hashes), lengths.pop())
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+def owners_of(digests: Sequence[bytes], keys: Sequence[bytes], hashes: Sequence[bytes]) -> list[int]:
+    """Whose pages these are: for each the index in `digests` (of namespaces) under which its hash gives its key, or -1.
+    hashes: all of one length, at least a byte."""
+    owners = _native.page_owners(b"".join(digests), b"".join(keys), b"".join(hashes), len(hashes[0]) if hashes else 1)
+    found: list[int] = owners.tolist()
+    return found
 
 
 def seed_of(key: bytes) -> int:
@@ -155,7 +159,7 @@ __all__ = [
     "Namespace",
     "checksum",
     "fingerprint_weights",
+    "owners_of",
     "page_hashes",
-    "page_keys_of",
     "seed_of",
 ]

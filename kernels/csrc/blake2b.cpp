@@ -1,6 +1,9 @@
 #include "blake2b.h"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 namespace kvtier {
 namespace {
@@ -47,25 +50,63 @@ void compress(uint64_t* state, const uint8_t* block, uint64_t total, bool last) 
   for (int i = 0; i < 8; ++i) state[i] ^= v[i] ^ v[i + 8];
 }
 
+// The key fills the first block, which all messages share.
+struct Keyed {
+  uint64_t state[8];
+
+  explicit Keyed(const uint8_t* key) {
+    std::memcpy(state, kInitial, sizeof state);
+    state[0] ^= 0x01010000u ^ kDigestBytes << 8 ^ kDigestBytes;
+    uint8_t block[kBlock] = {};
+    std::memcpy(block, key, kDigestBytes);
+    compress(state, block, kBlock, false);
+  }
+};
+
+// What is hashed behind the key: whole blocks where it lies, and the rest padded.
+class Message {
+ public:
+  Message(const uint8_t* data, size_t bytes) : data_(data), bytes_(bytes), whole_((bytes - 1) / kBlock * kBlock) {
+    std::memcpy(last_, data + whole_, bytes - whole_);
+  }
+
+  void digest(const Keyed& key, uint8_t* out) const {
+    uint64_t state[8];
+    std::memcpy(state, key.state, sizeof state);
+    for (size_t done = 0; done < whole_; done += kBlock) compress(state, data_ + done, kBlock + done + kBlock, false);
+    compress(state, last_, kBlock + bytes_, true);
+    std::memcpy(out, state, kDigestBytes);
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t bytes_, whole_;
+  uint8_t last_[kBlock] = {};
+};
+
 }  // namespace
 
 void blake2b_keyed(const uint8_t* key, const uint8_t* messages, size_t bytes, size_t count, uint8_t* out) {
-  // The key fills the first block, which all messages share.
-  uint64_t keyed[8];
-  std::memcpy(keyed, kInitial, sizeof keyed);
-  keyed[0] ^= 0x01010000u ^ kDigestBytes << 8 ^ kDigestBytes;
-  uint8_t block[kBlock] = {};
-  std::memcpy(block, key, kDigestBytes);
-  compress(keyed, block, kBlock, false);
-  for (size_t i = 0; i < count; ++i, messages += bytes, out += kDigestBytes) {
-    uint64_t state[8];
-    std::memcpy(state, keyed, sizeof state);
-    size_t done = 0;
-    for (; bytes - done > kBlock; done += kBlock) compress(state, messages + done, kBlock + done + kBlock, false);
-    std::memset(block, 0, kBlock);
-    std::memcpy(block, messages + done, bytes - done);
-    compress(state, block, kBlock + bytes, true);
-    std::memcpy(out, state, kDigestBytes);
+  const Keyed keyed(key);
+  for (size_t i = 0; i < count; ++i) Message(messages + i * bytes, bytes).digest(keyed, out + i * kDigestBytes);
+}
+
+void blake2b_owners(const uint8_t* keys, size_t key_count, const uint8_t* digests, const uint8_t* messages,
+                    size_t bytes, size_t count, int32_t* out) {
+  std::vector<Keyed> keyed;
+  keyed.reserve(key_count);
+  for (size_t k = 0; k < key_count; ++k) keyed.emplace_back(keys + k * kDigestBytes);
+  std::vector<int32_t> latest(key_count);  // the one that was right last comes first
+  std::iota(latest.begin(), latest.end(), 0);
+  for (size_t i = 0; i < count; ++i) {
+    const Message message(messages + i * bytes, bytes);
+    const auto right = std::find_if(latest.begin(), latest.end(), [&](int32_t k) {
+      uint8_t digest[kDigestBytes];
+      message.digest(keyed[size_t(k)], digest);
+      return std::memcmp(digest, digests + i * kDigestBytes, kDigestBytes) == 0;
+    });
+    out[i] = right == latest.end() ? -1 : *right;
+    if (right != latest.end()) std::rotate(latest.begin(), right, right + 1);
   }
 }
 

@@ -179,6 +179,26 @@ nb::bytes page_keys(const nb::bytes& namespace_digest, const nb::bytes& hashes, 
   return nb::cast<nb::bytes>(keys);
 }
 
+nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> page_owners(const nb::bytes& namespace_digests, const nb::bytes& keys,
+                                                         const nb::bytes& hashes, int64_t hash_bytes) {
+  if (namespace_digests.size() % kDigestBytes || keys.size() % kDigestBytes)
+    fail(std::to_string(namespace_digests.size()) + " and " + std::to_string(keys.size()) +
+         " bytes are not digests and keys of 32 bytes each");
+  const size_t count = keys.size() / kDigestBytes;
+  if (hash_bytes < 1 || hashes.size() != count * size_t(hash_bytes))
+    fail(std::to_string(hashes.size()) + " bytes are not " + std::to_string(count) + " hashes of " +
+         std::to_string(hash_bytes) + " bytes each");
+  int32_t* owners = new int32_t[count];
+  nb::capsule owner(owners, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+  const auto bytes = [](const nb::bytes& b) { return reinterpret_cast<const uint8_t*>(b.c_str()); };
+  {
+    nb::gil_scoped_release nogil;
+    blake2b_owners(bytes(namespace_digests), namespace_digests.size() / kDigestBytes, bytes(keys), bytes(hashes),
+                   size_t(hash_bytes), count, owners);
+  }
+  return {owners, {count}, owner};
+}
+
 template <class T>
 bool quantize(const Vector<const T>& x, int64_t dtype, int k, const Vector<uint8_t>& data_out,
               const Vector<uint8_t>& scales_out) {
@@ -238,6 +258,8 @@ NB_MODULE(_native, m) {
   m.def("xxh3_128", &xxh3, "buffer"_a, "seed"_a = 0, "16 bytes, as xxhash.xxh3_128_digest(buffer, seed)");
   m.def("page_keys", &page_keys, "namespace_digest"_a, "hashes"_a, "hash_bytes"_a,
         "Packed hashes of equal length to 32 bytes each: BLAKE2b-256 keyed with the namespace digest");
+  m.def("page_owners", &page_owners, "namespace_digests"_a, "keys"_a, "hashes"_a, "hash_bytes"_a,
+        "For each page the index of the namespace whose key for its hash it has, or -1");
 
   m.def("quantize", &quantize<uint16_t>, nb::arg("x").noconvert(), "dtype"_a, "k"_a, nb::arg("data_out").noconvert(),
         nb::arg("scales_out").noconvert(), "True if x was finite; the output is garbage otherwise");

@@ -27,7 +27,7 @@ from kvtier.below import Deletion
 from kvtier.cli.app import app
 from kvtier.cli.ls import table
 from kvtier.errors import ConfigError, KVTierError, TierPathError
-from kvtier.inventory import Description, chosen, decode, encode, group
+from kvtier.inventory import REMEMBERED, Description, chosen, decode, encode, group
 from kvtier.keys import Namespace, checksum
 from kvtier.ledger import MissReason
 from kvtier.observe import Observer
@@ -177,7 +177,7 @@ def test_a_closed_directory_is_listed_and_purged_without_its_capacity(tmp_path: 
     gone, kept = put(store, namespace("llama"), range(6)), put(store, namespace("qwen"), range(4))
     put(store, namespace("llama", lora="unknown"), range(2), describe=False)
     assert store.flush(PATIENCE_S)
-    with pytest.raises(TierPathError, match=f"in use by process {os.getpid()}.*URL of its HTTP port"):
+    with pytest.raises(TierPathError, match=f"in use by process {os.getpid()}.*URL of its HTTP port.*9404"):
         cli("ls", str(tmp_path / "pages"))
     store.close()
     rows = listed(tmp_path / "pages")
@@ -225,6 +225,41 @@ def test_descriptions_survive_and_damaged_ones_are_left_out(caplog: pytest.LogCa
     for bad in (b"", b"{}", b'{"kvtier_namespaces": 2, "namespaces": []}', encode(described)[:-9], b"[1]"):
         assert decode(bad) == []
     assert "not readable" in caplog.text
+
+
+def test_the_oldest_descriptions_make_room_those_without_pages_first(store: TieredStore, tmp_path: Path) -> None:
+    def describe(numbers: range) -> None:
+        for n in numbers:
+            store.inventory.describe(namespace("llama", generation=f"{n:032x}"), HOT_BYTES)
+
+    def kept() -> list[str]:
+        known = list(store.inventory._described.values())
+        assert decode((tmp_path / "pages" / "namespaces.json").read_bytes()) == known
+        return [one.generation.lstrip("0") for one in known]
+
+    def named() -> set[str]:
+        return {(row["description"] or {}).get("model", row["label"]) for row in store.inventory.rows()}
+
+    put(store, namespace("llama"), range(3))
+    describe(range(1, REMEMBERED))
+    assert kept() == ["", *(f"{n:x}" for n in range(1, REMEMBERED))] and named() == {"llama"}
+    describe(range(REMEMBERED, 3 * REMEMBERED))
+    assert kept() == ["", *(f"{n:x}" for n in range(2 * REMEMBERED + 1, 3 * REMEMBERED))]
+    store.inventory.purge("all")
+    assert named() == set()  # somebody looked
+    put(store, namespace("llama"), range(3), describe=False)
+    describe(range(3 * REMEMBERED, 3 * REMEMBERED + 1))
+    assert kept()[0] == f"{2 * REMEMBERED + 1:x}" and len(kept()) == REMEMBERED
+    assert named() == {f"geometry {SPECS['llama'].hex()[:8]}"}
+
+
+def test_the_oldest_goes_where_all_have_pages(store: TieredStore) -> None:
+    for n in range(REMEMBERED + 5):
+        put(store, namespace("llama", generation=f"{n:032x}"), range(1))
+        if n == REMEMBERED - 1:
+            assert store.flush(PATIENCE_S) and len(store.inventory.rows()) >= REMEMBERED
+    described = [int(one.generation, 16) for one in store.inventory._described.values()]
+    assert described == list(range(5, REMEMBERED + 5))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -17,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.keys import CodecPolicy, Namespace, checksum, fingerprint_weights, page_hashes, seed_of
+from kvtier.kernels import _native
+from kvtier.keys import CodecPolicy, Namespace, checksum, fingerprint_weights, owners_of, page_hashes, seed_of
 from kvtier.spec import DType, PageSpec
 
 SPEC = PageSpec.mha(layers=2, kv_heads=3, head_dim=64, page_tokens=64, dtype=DType.BF16)
@@ -86,6 +89,26 @@ def test_spec_fingerprint_sees_every_dimension() -> None:
     changes = {"layers": 3, "kv_heads": 4, "head_dim": 32, "page_tokens": 32, "dtype": DType.FP16}
     others = [base, *({**base, field: value} for field, value in changes.items())]
     assert len({PageSpec.mha(**b).fingerprint for b in others}) == len(others)
+
+
+@pytest.mark.parametrize("nbytes", [1, 20, 32, 127, 128, 129, 255, 256, 257])
+def test_owners_are_those_that_the_standard_library_finds(nbytes: int) -> None:
+    chance = random.Random(nbytes)
+    namespaces = [replace(NAMESPACE, lora=str(n)) for n in range(5)]
+    stored = [(chance.randrange(6), chance.randbytes(nbytes)) for _ in range(200)]  # 5: in none of them
+    digests = [*(namespace.digest for namespace in namespaces), bytes(32)]
+    keys = [hashlib.blake2b(h, key=digests[owner], digest_size=32).digest() for owner, h in stored]
+    hashes = [h for _, h in stored]
+    assert owners_of(digests[:5], keys, hashes) == [owner if owner < 5 else -1 for owner, _ in stored]
+    assert owners_of([], keys, hashes) == [-1] * 200 and owners_of(digests, [], []) == []
+
+
+def test_owners_of_what_is_no_list_of_pages_are_refused() -> None:
+    for arguments in ((bytes(31), b"", b"", 1), (b"", bytes(33), b"", 1), (b"", bytes(32), bytes(8), 9)):
+        with pytest.raises(ValueError, match="bytes are not"):
+            _native.page_owners(*arguments)
+    with pytest.raises(ValueError, match="hashes of 0 bytes"):
+        _native.page_owners(bytes(32), bytes(32), b"", 0)
 
 
 def test_checksum_is_bound_to_the_key() -> None:
