@@ -60,6 +60,7 @@ def diff(
     while a process runs: every difference counts from its next start on. Exit status 1 if there is a difference.
     """
     from kvtier.cli.config_sources import only_block
+    from kvtier.cli.config_text import flow
 
     a, b = only_block(before)[0], only_block(after)[0]
     found = list(differences(a, b))
@@ -69,7 +70,8 @@ def diff(
         print(json.dumps({**whole, "differences": [one.as_json() for one in found]}, indent=2, default=str))
     else:
         for one in found:
-            typer.echo(f"{one.option}: {one.before} -> {one.after}\n    {one.text}")
+            was, is_ = (value if isinstance(value, str) else flow(value) for value in (one.before, one.after))
+            typer.echo(f"{one.option}: {was} -> {is_}\n    {one.text}")
         typer.echo(_summary(found, lost, a, b))
     if found:
         raise typer.Exit(1)
@@ -79,8 +81,14 @@ def _summary(found: list[Difference], lost: bool, a: Config, b: Config) -> str:
     if not found:
         return "no difference in effect"
     who = "kvtier serve" if a.server is not None and b.server is not None else "the engine"
-    kept = "pages stored so far are NOT found any more" if lost else "pages stored so far keep their keys"
-    return f"{len(found)} differences; restart {who} for them; {kept}"
+    count = "1 difference" if len(found) == 1 else f"{len(found)} differences"
+    if lost:
+        kept = "pages stored so far are NOT found any more"
+    elif any(Effect.PLACE in one.effects for one in found):
+        kept = "pages stored so far keep their keys, but are not looked for in every place where they are"
+    else:
+        kept = "pages stored so far keep their keys"
+    return f"{count}; restart {who} to have {'it' if len(found) == 1 else 'them'}; {kept}"
 
 
 def differences(a: Config, b: Config) -> Iterator[Difference]:

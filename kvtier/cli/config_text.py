@@ -70,10 +70,11 @@ def _rows(block: BaseModel, place: Place, leaf_of: Mapping[str, tuple[Leaf, str]
                     marks = marks[1:] * 2
         else:
             leaf, where = leaf_of[written(here)]
-            yield f"{name}: {_flow(leaf.shown)}", where
+            yield f"{name}: {flow(leaf.shown)}", where
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """On one line, as YAML has it."""
     return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 

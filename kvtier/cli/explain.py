@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def explain(
+    url: Annotated[str, typer.Argument(help="Of a connector's HTTP port, or of kvtier serve's.", show_default=False)],
     request: Annotated[str, typer.Argument(help="The request's id, as the engine names it.", show_default=False)],
-    url: Annotated[str, typer.Option(help="Of a connector's HTTP port, or of kvtier serve's.")] = (
-        "http://127.0.0.1:9404"
-    ),
     token_file: Annotated[Path | None, typer.Option(help="Holds the token, where one is needed.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -180,11 +180,11 @@ def test_a_request_is_explained_traced_and_recorded(tmp_path: Path, capsys: pyte
 
     page = StatusPage(store.ledger.registry, config, lambda: store.observer)
     with HttpExporter(store.ledger.registry, HttpOptions(port=0), page=page) as http:
-        assert run("explain", "chat-1", "--url", http.url, "--json") == 0
+        assert run("explain", http.url, "chat-1", "--json") == 0
         record: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert run("explain", "chat-1", "--url", http.url) == 0
+        assert run("explain", http.url, "chat-1") == 0
         printed = capsys.readouterr().out
-        assert run("explain", "chat 2", "--url", http.url) == 2
+        assert run("explain", http.url, "chat 2") == 2
         assert "nothing is known of request 'chat 2': set explain_sample" in capsys.readouterr().err
     mover.close()
     store.close()

@@ -494,6 +494,14 @@ def test_differences_and_what_they_mean(
     assert run("diff", a, a)[0] == 0
 
 
+def test_a_difference_is_written_as_in_a_file(run: Run, write: Callable[..., str]) -> None:
+    _, text, _ = run("diff", write(block(TWO)), write(block({**TWO, "path": "/a"}, break_even=False)))
+    lines = text.splitlines()
+    assert "tiers[nvme].path: [/b, /a] -> [/a]" in lines and "break_even: true -> false" in lines
+    assert "2 differences; restart the engine to have them" in text and "not looked for in every place" in text
+    assert "1 difference; restart the engine to have it" in run("diff", write(block()), write(block(lease="31s")))[1]
+
+
 def test_the_policies_behind_a_difference_are_the_real_ones() -> None:
     """Each option of the cold page, changed alone: it changes the namespace exactly if the codec's policy changes."""
     from kvtier.cli.config_diff import Effect, _policies, differences
