@@ -41,23 +41,18 @@ from prometheus_client.exposition import choose_encoder
 from kvtier.config import HttpConfig
 from kvtier.errors import ConfigError
 from kvtier.server.page import NAMESPACES, SECURITY_HEADERS, StatusPage
+from kvtier.server.readiness import Readiness, ReadyCheck
 
 TOKEN_VARIABLE = "KVTIER_HTTP_TOKEN"
 MAX_CONNECTIONS = 16
 REQUEST_TIMEOUT_S = 5.0
 RECEIVE_DEADLINE_S = 15.0
 """A request that has not come whole by then is given up: byte by byte it would hold one of the connections for good."""
-READY_TIMEOUT_S = 5.0
-READY_CACHE_S = 1.0
-"""A probe writes and reads real pages: callers cannot make it run more often than this."""
 CLOSE_TIMEOUT_S = 2.0
 _GZIP_FROM_BYTES = 8192
 _MANAGE_BYTES_MAX = 4096
 _PATHS = b"/metrics, /livez, /readyz\n"
 _FOREIGN_NAME = b"use 127.0.0.1 or localhost, or put the name into the option http.names, or set a token\n"
-
-ReadyCheck = Callable[[], str | None]
-"""Does a real put and get; returns None, or the reason why not. May raise; the error is then the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class HttpExporter:
         port = options.port_of(rank)
         names = frozenset(name.lower() for name in ("localhost", options.host, *options.names))
         managed = {} if page is None else {NAMESPACES: Post(page.manage, _MANAGE_BYTES_MAX)}
-        state = _State(registry, token, names, _Readiness(ready), page, {**managed, **(posts or {})})
+        state = _State(registry, token, names, Readiness(ready), page, {**managed, **(posts or {})})
         try:
             self._server = _Server((options.host, port), state)
         except OSError as e:
@@ -182,52 +177,12 @@ class HttpExporter:
         self.close()
 
 
-class _Readiness:
-    """Runs the check in one thread of its own, at most once at a time and once per READY_CACHE_S: a check that
-    hangs is the reason, not a hung probe."""
-
-    def __init__(self, check: ReadyCheck | None) -> None:
-        self._check = check
-        self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._checked_at = float("-inf")
-        self._running: threading.Thread | None = None
-        self._started_at = 0.0
-
-    def reason(self) -> str | None:
-        if self._check is None:
-            return None
-        with self._lock:
-            if self._running is None:
-                if time.monotonic() - self._checked_at < READY_CACHE_S:
-                    return self._reason
-                self._started_at = time.monotonic()
-                self._running = threading.Thread(
-                    target=self._run, args=(self._check,), name="kvtier-ready", daemon=True
-                )
-                self._running.start()
-            running, started_at = self._running, self._started_at
-        running.join(max(0.0, started_at + READY_TIMEOUT_S - time.monotonic()))
-        with self._lock:
-            if running.is_alive():
-                return f"the readiness check has not ended for {time.monotonic() - started_at:.1f} s"
-            return self._reason
-
-    def _run(self, check: ReadyCheck) -> None:
-        try:
-            reason = check()
-        except Exception as e:  # noqa: BLE001 - whatever it raises is why we are not ready
-            reason = f"{type(e).__name__}: {e}"
-        with self._lock:
-            self._reason, self._checked_at, self._running = reason, time.monotonic(), None
-
-
 @dataclass(frozen=True, slots=True)
 class _State:
     registry: CollectorRegistry
     token: bytes | None
     names: frozenset[str]
-    readiness: _Readiness
+    readiness: Readiness
     page: StatusPage | None
     posts: Mapping[str, Post]
 

@@ -401,7 +401,7 @@ def test_health_says_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert name in metrics
     assert server.store is not None
     server.store.host.close()  # the store fails underneath
-    monkeypatch.setattr("kvtier.server.http.READY_CACHE_S", 0.0)
+    monkeypatch.setattr("kvtier.server.readiness.READY_CACHE_S", 0.0)
     with pytest.raises(urllib.error.HTTPError) as refusal:
         urllib.request.urlopen(server.http.url + "/readyz")
     assert refusal.value.code == 503

@@ -370,7 +370,7 @@ def test_a_directory_that_is_open_elsewhere_is_named(tmp_path: Path) -> None:
 def test_metrics_and_readiness_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(), tokens(2 * PAGE + 1)
     monkeypatch.setattr("kvtier.server.probe.TIER_DEADLINE_S", 60.0)
-    monkeypatch.setattr("kvtier.server.http.READY_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("kvtier.server.readiness.READY_TIMEOUT_S", 60.0)
     with open_cache(model, block(tmp_path, http={"port": 0})) as prefixes:
         assert prefixes.http is not None
         store(prefixes, model, ids)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from kvtier.config import HttpConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.server import http as exporter_module
+from kvtier.server import readiness
 from kvtier.server.http import MAX_CONNECTIONS, TOKEN_VARIABLE, HttpExporter, HttpOptions, Post
 from kvtier.testing.redis_servers import wait_for
 
@@ -81,7 +82,7 @@ def test_liveness_and_unknown_paths(server: HttpExporter) -> None:
 
 
 def test_readiness_tells_why(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter_module, "READY_CACHE_S", 0.0)
+    monkeypatch.setattr(readiness, "READY_CACHE_S", 0.0)
     answers: list[str | Exception | None] = [None, "host tier: put answered FULL", OSError("disk gone"), None]
 
     def check() -> str | None:
@@ -135,7 +136,7 @@ def test_behind_a_token_any_name_will_do(registry: CollectorRegistry, monkeypatc
 
 
 def test_readiness_is_not_run_for_every_probe(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter_module, "READY_CACHE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(readiness, "READY_CACHE_S", 10 * PATIENCE_S)
     calls: list[float] = []
 
     def check() -> None:
@@ -147,7 +148,7 @@ def test_readiness_is_not_run_for_every_probe(registry: CollectorRegistry, monke
 
 
 def test_a_hung_check_is_a_reason_and_runs_once(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter_module, "READY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(readiness, "READY_TIMEOUT_S", 0.1)
     release, calls = threading.Event(), []
 
     def check() -> None:
