@@ -67,12 +67,17 @@ def check(wheel: Path, extra: str, folder: Path) -> None:
     venv.create(folder, with_pip=False)
     python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "-qq"]
-    if extra in HEAVY and (index := os.environ.get("TORCH_INDEX")):
+    constraints = CONSTRAINTS
+    if extra in HEAVY:
         pin = re.search(r"^torch==.*$", CONSTRAINTS.read_text(), re.M)
         if pin is None:
             raise ExtraError(f"{CONSTRAINTS} has no line for torch")
-        _run(extra, [*pip, pin[0], "--index-url", index])
-    _run(extra, [*pip, "-c", str(CONSTRAINTS), f"{wheel}[{extra}]"])
+        index = os.environ.get("TORCH_INDEX")
+        _run(extra, [*pip, pin[0], *(("--index-url", index) if index else ())])
+        if list(folder.glob("lib/python*/site-packages/triton-*")):  # a torch for GPUs has brought the one it needs
+            constraints = folder / "constraints.txt"
+            constraints.write_text(re.sub(r"^triton==.*$", "", CONSTRAINTS.read_text(), flags=re.M))
+    _run(extra, [*pip, "-c", str(constraints), f"{wheel}[{extra}]"])
     _run(extra, [str(python), "-W", "error::DeprecationWarning:kvtier", "-c", {**LIGHT, **HEAVY}[extra]], cwd=folder)
     _run(extra, [str(folder / "bin/kvtier"), "--version"], cwd=folder)
 
