@@ -150,12 +150,19 @@ class Listener:
                     path.unlink()
 
     def _accept(self) -> None:
+        told = False
         while not self._closed:
             try:
                 connected, peer = self._socket.accept()
             except OSError as e:
                 if e.errno not in (errno.ECONNABORTED, errno.EINTR, errno.EBADF, errno.EINVAL):
-                    _log.warning("%s: no connection can be taken: %s", self.where, e)
+                    if not told:
+                        told = True
+                        hint = "; raise the limit (ulimit -n), or lower max_connections"
+                        _log.warning(
+                            "%s: no connection can be taken: %s%s (said once)",
+                            self.where, e, hint if e.errno == errno.EMFILE else "",
+                        )  # fmt: skip
                     time.sleep(_PAUSE_S)  # out of descriptors, say: others will be closed
                 continue
             if connected.family != socket.AF_UNIX:
@@ -206,10 +213,10 @@ class Listener:
             bound.listen(_BACKLOG)
         except OSError as e:
             bound.close()
-            raise ConfigError(
-                f"listen = {str(listen)!r} cannot be listened on: {e.strerror or e}; choose another port, 0 for any "
-                "free one"
-            ) from e
+            way_out = "choose another port, 0 for any free one"
+            if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
+                way_out = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+            raise ConfigError(f"listen = {str(listen)!r} cannot be listened on: {e.strerror or e}; {way_out}") from e
         return bound
 
 

@@ -35,7 +35,13 @@ def none_left_running() -> Iterator[None]:
 
 
 def start(
-    folder: Path, directories: Sequence[str], *, share: int = 16 << 20, host: str = "16MiB", **server: Any
+    folder: Path,
+    directories: Sequence[str],
+    *,
+    share: int = 16 << 20,
+    host: str = "16MiB",
+    password: str | None = None,
+    **server: Any,
 ) -> tuple[CacheServer, Any]:
     paths = [str(folder / name) for name in directories]
     block = parse_config(
@@ -51,7 +57,9 @@ def start(
     assert block.server is not None
     started = CacheServer(block, ServerOptions.of(block.server))
     STARTED.append(started)
-    client = redis.Redis(unix_socket_path=f"{folder}/k.sock", retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0))
+    client = redis.Redis(
+        unix_socket_path=f"{folder}/k.sock", password=password, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+    )
     return started, client
 
 
@@ -183,15 +191,14 @@ def test_values_that_are_found_have_the_priority_of_their_users(tmp_path: Path) 
         {"name": "batch", "password_file": str(tmp_path / "batch"), "prefixes": ["batch:"], "priority": "low"},
         {"name": "chat", "password_file": str(tmp_path / "chat"), "prefixes": ["chat:"], "priority": "high"},
     ]
-    options = {"share": 16 * 4096, "host": "128KiB", "users": users, "password_file": str(tmp_path / "rest")}
+    options: dict[str, Any] = {"share": 16 * 4096, "host": "128KiB", "users": users, "password": "rest"}
+    options["password_file"] = str(tmp_path / "rest")
     server, client = start(tmp_path, ("d0",), **options)
-    client.execute_command("AUTH", "rest")
     chat, batch = [f"chat:{n}" for n in range(4)], [f"batch:{n}" for n in range(4)]
     for key in (*chat, *batch):
         client.set(key, b"x")
     stop(server, client)
     server, client = start(tmp_path, ("d0",), **options)
-    client.execute_command("AUTH", "rest")
     for n in range(12):  # four more than there is room for
         client.set(f"other:{n}", b"x")
         assert server.store is not None and server.store.flush(PATIENCE_S)
