@@ -158,7 +158,7 @@ def sglang(
 _SGLANG_COLUMNS = ("model", "system", "codec", "served_from", "ttft_s", "runs", "scheduler_ms", "cost_percent")
 _SGLANG_COST_COLUMNS = (
     *("model", "system", "codec", "runs", "ttft_s", "cost_percent", "cost_least_percent", "cost_most_percent"),
-    *("thread_percent", "process_percent"),
+    *("thread_percent", "workers_percent"),
 )
 
 

@@ -21,18 +21,16 @@ PAIRS_MIN = 9
 
 def differences(runs: Sequence[Served], without: Sequence[Served]) -> dict[str, str | int | float | bool]:
     """Medians of the pairs in percent of the time to the first token, `without`'s, and the interval of each: of that
-    time itself, of the CPU time of the scheduler's thread beside its forward, and of all threads of its process."""
+    time itself, of the CPU time of the scheduler's thread beside its forward, and of that of kvtier's own threads."""
     pairs = list(zip(runs, without, strict=True))
     return {
         **_median("cost", [100 * (a.ttft_s / b.ttft_s - 1) for a, b in pairs]),
         **_median("thread", [100 * (a.thread_cpu_s - b.thread_cpu_s) / b.ttft_s for a, b in pairs]),
-        **_median("process", [100 * (a.process_cpu_s / b.process_cpu_s - 1) for a, b in pairs if b.process_cpu_s]),
+        **_median("workers", [100 * a.workers_cpu_s / b.ttft_s for a, b in pairs]),
     }
 
 
 def _median(name: str, percents: Sequence[float]) -> dict[str, str | int | float | bool]:
-    if not percents:
-        return {}
     least, most = median_interval(sorted(percents))
     return {
         f"{name}_percent": round(statistics.median(percents), 3),

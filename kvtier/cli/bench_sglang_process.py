@@ -23,14 +23,14 @@ _START_S = 420.0
 _ANSWER_S = 120.0
 _SETTLE_S = 30.0
 _PAUSE_S = 0.2
-_SPENT = ("queue", "schedule", "finish", bench_sglang_engine.THREAD_CPU, bench_sglang_engine.PROCESS_CPU)
+_SPENT = ("queue", "schedule", "finish", bench_sglang_engine.THREAD_CPU, bench_sglang_engine.WORKERS_CPU)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """details: reused tokens by where SGLang says that they were. queue_s to finish_s: of the scheduler's thread, and
-    its CPU time in them; process_cpu_s: of all threads of its process, from the end of the last request to the end of
-    this, so that copying out what the last one computed is in it."""
+    its CPU time in them; workers_cpu_s: of kvtier's own threads, from the end of the last request to the end of this,
+    so that copying out what the last one computed is in it."""
 
     ttft_s: float
     token: int
@@ -39,7 +39,7 @@ class Served:
     schedule_s: float
     finish_s: float
     thread_cpu_s: float
-    process_cpu_s: float
+    workers_cpu_s: float
 
     @property
     def reused(self) -> int:

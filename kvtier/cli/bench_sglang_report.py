@@ -56,19 +56,21 @@ def _cost_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from textwrap.wrap(
         "By pairs of the same prompt, in percent of the time to the first token without kvtier, medians and the "
         "interval that holds the median with 95 percent: the time to the first token; CPU time that the scheduler's "
-        "thread spent beside its forward, SGLang's own work subtracted; and in percent of all that the process "
-        "spent, its CPU time on all threads, encoding included. kvtier's own calls on the scheduler's thread are "
-        "means, in microseconds.",
+        "thread spent beside its forward, SGLang's own work subtracted; and CPU time of kvtier's own threads, which "
+        "encode and store what was computed. Were nothing of this to run beside the forward, a first token would come "
+        "later by the sum of the two. Two processes alike may differ for good by more than a few percent of the clock, "
+        "since each has memory of its own; then their CPU time alone tells. kvtier's own calls on the scheduler's "
+        "thread are means, in microseconds.",
         _WIDTH,
     )
     yield ""
-    yield "| system | pages as | pairs | first token, s | first token later | scheduler's thread | process | calls |"
+    yield "| system | pages as | pairs | first token, s | later by | scheduler's thread | kvtier's threads | calls |"
     yield "|---|---|---:|---:|---:|---:|---:|---|"
     for row in rows:
         calls = ", ".join(f"{name[:-3]} {row[name]:.0f}" for name in _CALLS if name in row)
         yield (
             f"| {row['system']} | {row['codec']} | {row['runs']} | {row['ttft_s']:.3f} | {_percents(row, 'cost', 1)} | "
-            f"{_percents(row, 'thread', 2)} | {_percents(row, 'process', 1)} | {calls} |"
+            f"{_percents(row, 'thread', 2)} | {_percents(row, 'workers', 2)} | {calls} |"
         )
 
 

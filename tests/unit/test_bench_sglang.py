@@ -13,8 +13,8 @@ from kvtier.cli.bench_sglang_process import Served
 from kvtier.errors import ConfigError, MissingExtraError
 
 
-def served(ttft_s: float, thread_cpu_s: float = 0.0, process_cpu_s: float = 1.0, **details: int) -> Served:
-    return Served(ttft_s, 7, details, thread_cpu_s, 0.0, 0.0, thread_cpu_s, process_cpu_s)
+def served(ttft_s: float, thread_cpu_s: float = 0.0, workers_cpu_s: float = 0.0, **details: int) -> Served:
+    return Served(ttft_s, 7, details, thread_cpu_s, 0.0, 0.0, thread_cpu_s, workers_cpu_s)
 
 
 def test_prompts_share_no_page_and_are_long_enough() -> None:
@@ -33,11 +33,11 @@ def test_the_interval_of_a_median_is_that_of_order_statistics(count: int, first:
 def test_the_cost_is_that_of_pairs() -> None:
     """A machine that becomes twice as slow during the run changes nothing."""
     without = [served(1.0 * 2**n, 0.001) for n in range(9)]
-    runs = [served(1.01 * 2**n, 0.002, 1.05) for n in range(9)]
+    runs = [served(1.01 * 2**n, 0.002, 0.05 * 2**n) for n in range(9)]
     cost = bench_sglang_cost.differences(runs, without)
     assert cost["cost_percent"] == cost["cost_least_percent"] == cost["cost_most_percent"] == 1.0
     assert 0 < float(cost["thread_percent"]) < 0.1
-    assert cost["process_percent"] == 5.0
+    assert cost["workers_percent"] == 5.0
 
 
 def test_two_engines_without_kvtier_must_look_alike_before_it_is_enough() -> None:
@@ -65,7 +65,7 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_cost(tmp_path: Path) -> None:
-    pairs = [served(1.01, 0.0011, 2.0)] * 12, [served(1.0, 0.001, 2.0)] * 12
+    pairs = [served(1.01, 0.0011, 0.02)] * 12, [served(1.0, 0.001)] * 12
     row: dict[str, Any] = {
         "model": "tiny", "system": "sglang", "codec": "", "served_from": "recompute", "prompt_tokens": 1000,
         "ttft_s": 1.0, "runs": 12,
@@ -77,8 +77,8 @@ def test_the_page_of_the_cost(tmp_path: Path) -> None:
     text = page.read_text()
     assert page.name == "sglang-miss.md"
     assert "| sglang |  | 12 | 1.000 |  |  |  |  |" in text
-    assert "| sglang again |  | 12 | 1.000 | +0.0 % (+0.0 to +0.0) | +0.00 % (+0.00 to +0.00) | +0.0 %" in text
-    assert "| kvtier linker | none | 12 | 1.000 | +1.0 % (+1.0 to +1.0) | +0.01 % (" in text and "lookup 100 |" in text
+    assert "| sglang again |  | 12 | 1.000 | +0.0 % (+0.0 to +0.0) | +0.00 % (+0.00 to +0.00) | +0.00 %" in text
+    assert "| kvtier linker | none | 12 | 1.000 | +1.0 % (+1.0 to +1.0) | +0.01 % (" in text and "| +2.00 % (" in text and "lookup 100 |" in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
 
 
