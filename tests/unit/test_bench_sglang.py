@@ -78,7 +78,11 @@ def test_the_page_of_the_cost(tmp_path: Path) -> None:
     assert page.name == "sglang-miss.md"
     assert "| sglang |  | 12 | 1.000 |  |  |  |  |" in text
     assert "| sglang again |  | 12 | 1.000 | +0.0 % (+0.0 to +0.0) | +0.00 % (+0.00 to +0.00) | +0.00 %" in text
-    assert "| kvtier linker | none | 12 | 1.000 | +1.0 % (+1.0 to +1.0) | +0.01 % (" in text and "| +2.00 % (" in text and "lookup 100 |" in text
+    assert (
+        "| kvtier linker | none | 12 | 1.000 | +1.0 % (+1.0 to +1.0) | +0.01 % (" in text
+        and "| +2.00 % (" in text
+        and "lookup 100 |" in text
+    )
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
 
 
