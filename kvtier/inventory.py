@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvtier.abc.tier import PROBE_PREFIX, PageMeta
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import Namespace, owners_of
+from kvtier.pins import Pins
 
 if TYPE_CHECKING:
     from kvtier.below import Deletion
@@ -220,6 +221,7 @@ class Inventory:
             for one in decode_all(tier.notes()):
                 self._described.setdefault(one.digest, one)
         self._bound()
+        self._pins = Pins(store)
 
     def describe(self, namespace: Namespace, hot_page_bytes: int) -> None:
         """Pages of `namespace` are going to be stored. What outlives the process is told, too."""
@@ -253,7 +255,10 @@ class Inventory:
         deleted when this returns. Raises KVTierError where some could not be deleted at all."""
         found = self._chosen(name)
         pages = {key: meta for group in found for key, meta in group.pages}
-        pending = 0 if dry_run else self._delete_all(list(pages.items()))
+        try:
+            pending = 0 if dry_run else self._delete_all(list(pages.items()))
+        finally:
+            self._pins.deleted()
         return {**_done(found, len(pages), sum(meta.nbytes for meta in pages.values())), "pending_pages": pending}
 
     def _delete_all(self, pages: list[Page]) -> int:
@@ -273,13 +278,15 @@ class Inventory:
 
     def pin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Keep the pages that `name` means from being evicted, as far as the limit of `TieredStore.protect` allows,
-        until `unpin` or the end of the process. Pages that are stored later are not pinned."""
+        until `unpin`; remembered_pages: those of them that are pinned after a restart, too. Pages that are stored later
+        are not pinned."""
         found = self._chosen(name)
         pages = {key: meta for group in found for key, meta in group.pages}
-        kept = _true(pages, self._store.protect(list(pages), dry_run=dry_run))
+        kept = _true(pages, self._pins.add(list(pages), dry_run=dry_run))
         return {
             **_done(found, len(kept), sum(pages[key].nbytes for key in kept)),
             "refused_pages": len(pages) - len(kept),
+            "remembered_pages": 0 if dry_run else self._pins.remembered(kept),
         }
 
     def unpin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:
@@ -288,7 +295,7 @@ class Inventory:
         protected = self._store.protected()
         pages = {key: meta for group in found for key, meta in group.pages if key in protected}
         if not dry_run:
-            self._store.unprotect(list(pages))
+            self._pins.end(list(pages))
         return _done(found, len(pages), sum(meta.nbytes for meta in pages.values()))
 
     def _groups(self) -> dict[str, list[Group]]:
