@@ -286,7 +286,7 @@ class Inventory:
         return {
             **_done(found, len(kept), sum(pages[key].nbytes for key in kept)),
             "refused_pages": len(pages) - len(kept),
-            "remembered_pages": 0 if dry_run else self._pins.remembered(kept),
+            "remembered_pages": self._pins.remembered(kept),
         }
 
     def unpin(self, name: str, *, dry_run: bool = False) -> dict[str, Any]:

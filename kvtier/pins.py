@@ -59,12 +59,12 @@ class Pins:
             if self._pages:
                 self._write()
 
-    def remembered(self, keys: Iterable[bytes]) -> int:
-        """How many of the pages are pinned after a restart, too, if they are still stored then."""
+    def remembered(self, keys: Sequence[bytes]) -> int:
+        """How many of pages that are pinned, or would be, are so after a restart, too, if they are still stored then."""
         if not any(not tier.capabilities.shared and tier.capabilities.persistent for tier in self._store.lower):
             return 0
         with self._lock:
-            written = set(list(self._pages)[:REMEMBERED])
+            written = set(list(dict.fromkeys([*self._pages, *keys]))[:REMEMBERED])
         return sum(key in written for key in keys)
 
     def _write(self) -> None:

@@ -29,7 +29,7 @@ def pin(
         return
     verb = "unpinned" if end else "pinned"
     typer.echo(f"{'would be ' if dry_run else ''}{verb}: {done['pages']} pages, {size(done['cold_bytes'])}")
-    if not end and not dry_run and (forgotten := done["pages"] - done.get("remembered_pages", 0)):
+    if not end and (forgotten := done["pages"] - done.get("remembered_pages", 0)):
         typer.echo(f"{forgotten} of them are pinned until the process ends, not after a restart", err=True)
     if done.get("refused_pages"):
         typer.echo(f"not pinned: {done['refused_pages']} pages, since at most half of the host tier can be", err=True)
