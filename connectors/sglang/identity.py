@@ -75,11 +75,6 @@ def _fp8_scales(folder: Path) -> Mapping[Role, Mapping[int, float]]:
         return {}
 
 
-def new_generation() -> str:
-    """Names the weights after an update in place: random, because a counter would repeat in another engine."""
-    return secrets.token_hex(16)
-
-
 def weights_fingerprint(folder: Path | None, load_format: str, overrides: Mapping[str, Any]) -> str:
     """Hex fingerprint of a checkpoint in safetensors files. Where there is none to read (dummy weights, other
     formats), a random one: pages are then found again by this engine only, until it restarts."""

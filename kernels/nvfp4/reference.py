@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 GROUP = 16
 E2M1_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-SCALE_MIN_CODE = 0x08
 SCALE_MAX_CODE = 0x7E
 K_LIMITS = {"bf16": (-100, 100), "fp16": (-14, 4), "fp32": (-100, 100), "fp8_e4m3": (-2, 4)}
 """Smallest and largest k, by the type that decoded values have."""

@@ -43,15 +43,14 @@ class AttentionKind(str, Enum):
 class CacheGeometry:
     """Shape of the live cache that a method sees, on this rank.
 
-    first_query_head, first_kv_head: where this rank's heads lie among the model's. windows: per layer, the sliding
-    window in tokens of a layer whose rows are all kept and only masked, or None; empty means none anywhere."""
+    first_query_head: where this rank's heads lie among the model's. windows: per layer, the sliding window in tokens of
+    a layer whose rows are all kept and only masked, or None; empty means none anywhere."""
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     first_query_head: int = 0
-    first_kv_head: int = 0
     windows: tuple[int | None, ...] = ()
 
     def window(self, layer: int) -> int | None:

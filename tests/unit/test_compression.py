@@ -323,7 +323,7 @@ class FakeCache(LiveCache):
 
 def kept_on(heads: range, reduce_max: Any, rows: int = 40) -> torch.Tensor:
     method = TriAttention(calibration(), rotary, budget=8, beta=5, reduce_max=reduce_max)
-    geometry = CacheGeometry(2, 2 * len(heads), len(heads), 8, 2 * heads.start, heads.start)
+    geometry = CacheGeometry(2, 2 * len(heads), len(heads), 8, 2 * heads.start)
     pipeline = CompressionPipeline([method], dataclasses.replace(PLATFORM, geometry=geometry))
     request, cache = LiveRequest("r", 5), FakeCache(heads, rows)
     pipeline.call("on_request_init", [request])

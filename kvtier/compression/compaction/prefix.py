@@ -43,11 +43,6 @@ class LayerSelection:
         return sum(int(k.shape[0]) for k in self.kept)
 
     @property
-    def equal_lengths(self) -> bool:
-        """Every physical head keeps as many rows: the layer is one rectangle."""
-        return len({int(k.shape[0]) for k in self.kept}) == 1
-
-    @property
     def one_set(self) -> bool:
         """Every physical head keeps the same positions."""
         return all(torch.equal(k, self.kept[0]) for k in self.kept[1:])
