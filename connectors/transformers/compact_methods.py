@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtier.compression.compaction import baselines
-from kvtier.compression.compaction.kvzip import RepeatPrompts
+from kvtier.compression.compaction.kvzip import RepeatPrompts, fitting_chunk
 from kvtier.compression.compaction.matching import SELECTORS, MatchingOptions
 from kvtier.compression.compaction.prefix import Compaction, Progress
 from kvtier.compression.compaction.recipe import Recipe
@@ -27,6 +29,7 @@ from kvtier.connectors.transformers.fitting_queries import (
 from kvtier.connectors.transformers.kvzip import (
     check_selector,
     compact_kvzip,
+    positions_of,
     protected_positions,
     repeat_prompts,
 )
@@ -99,6 +102,29 @@ def complete(recipe: Recipe, family: Family, plan: MatchingPlan | None = None) -
     return Recipe("am", recipe.ratio, selector, recipe.seed, queries, {**plan.described(), **recipe.options})
 
 
+def told_apart(
+    recipe: Recipe,
+    *,
+    system_tokens: int = 0,
+    given: Sequence[Sequence[int]] = (),
+    head_scores: torch.Tensor | None = None,
+) -> Recipe:
+    """`recipe` with whatever else changes what comes out of it, so that no two results have one recipe: how many first
+    tokens were kept, and hashes of the texts and of the scores per head that it was given, where it uses them."""
+    options = dict(recipe.options)
+    if system_tokens:
+        options["system_tokens"] = str(system_tokens)
+    if recipe.queries == "given":
+        options["given"] = _sha256(json.dumps([list(map(int, text)) for text in given]).encode())
+    if recipe.selector == "head" and head_scores is not None:
+        options["head_scores"] = _sha256(head_scores.detach().cpu().float().contiguous().numpy().tobytes())
+    return replace(recipe, options=options)
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
 def compact(
     context: Context,
     recipe: Recipe,
@@ -114,7 +140,8 @@ def compact(
     """The sets of a complete `recipe` for `context`, which is unchanged afterwards. given: texts that follow the
     context, for the queries of that name; held_out: texts that errors are measured on, and nothing is fitted to. plan:
     of Attention Matching. state, checkpoint: as the method's driver has them, to go on later. With ratio 0 everything
-    stays, whatever the method."""
+    stays, whatever the method. The answer's recipe is that of `told_apart`."""
+    recipe = told_apart(recipe, system_tokens=context.system_tokens, given=given, head_scores=head_scores)
     if recipe.ratio == 0.0:
         return whole(recipe, context.cache, context.tokens)
     if recipe.method in baselines.METHODS:
@@ -155,7 +182,12 @@ def fitting_sequences(
 ) -> list[FittingSequence]:
     """Texts behind the context whose queries the recipe is fitted to; none for those of the context itself."""
     if recipe.queries == "repeat":
-        return repeat_sequences(context.token_ids, context.prompts, system_tokens=context.system_tokens)
+        return repeat_sequences(
+            context.token_ids,
+            context.prompts,
+            system_tokens=context.system_tokens,
+            chunk_tokens=fitting_chunk(context.tokens, positions_of(context.family), context.prompts),
+        )
     if recipe.queries == "self_study":
         requests = {
             name: context.tokenizer.encode(text, add_special_tokens=False) for name, text in STUDY_REQUESTS.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def keep_windows(compaction: Compaction, cache: DynamicCache) -> Compaction:
     layers = []
     for n, selection in enumerate(compaction.layers):
         held = held_positions(cache, n, compaction.tokens)
-        windowed = len(held) < compaction.tokens
+        windowed = bool(getattr(cache.layers[n], "is_sliding", False)) or len(held) < compaction.tokens
         layers.append(LayerSelection((held,) * len(selection.kept)) if windowed else selection)
     return Compaction(compaction.recipe, compaction.tokens, tuple(layers), compaction.figures, compaction.layer_figures)
 
@@ -85,8 +86,9 @@ def keep_windows(compaction: Compaction, cache: DynamicCache) -> Compaction:
 def compacted(
     identity: ModelIdentity, token_ids: Sequence[int], cache: DynamicCache, compaction: Compaction
 ) -> CompactPrefix:
-    """The object that stands for `token_ids`, whose plain cache is `cache`, by a method's answer. Raises ConfigError or
-    SpecError where the three do not belong together."""
+    """The object that stands for `token_ids`, whose plain cache is `cache`, by a method's answer. Seconds that it took
+    are left out, so that equal runs give equal bytes. Raises ConfigError or SpecError where the three do not belong
+    together."""
     if len(cache.layers) != len(compaction.layers):
         raise SpecError(f"a cache of {len(cache.layers)} layers for sets of {len(compaction.layers)} layers")
     rows: list[Mapping[str, tuple[torch.Tensor, ...]]] = []
@@ -113,7 +115,8 @@ def compacted(
             found["index_keys"] = (layer.indexer_keys[0, index[0]].to(layer.keys.dtype),)
             original += _nbytes(layer.indexer_keys)
         rows.append(found)
-    return CompactPrefix.of(identity, token_ids, compaction, rows, original_bytes=original)
+    figures = {name: v for name, v in compaction.figures.items() if not name.endswith("_s") and name != "seconds"}
+    return CompactPrefix.of(identity, token_ids, replace(compaction, figures=figures), rows, original_bytes=original)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

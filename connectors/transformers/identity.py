@@ -31,7 +31,8 @@ def check_model_name(name: str) -> str:
         raise ConfigError(
             "model_name is empty: give the name that the model is known by, such as SmolLM2-135M-Instruct"
         )
-    if name.startswith(("/", "./", "../", "~", "\\")) or name in (".", "..") or Path(name).exists():
+    # A bare name is one, whatever happens to lie in the folder where one stands.
+    if name.startswith(("/", "./", "../", "~", "\\")) or name in (".", "..") or ("/" in name and Path(name).exists()):
         raise ConfigError(
             f"model_name {name!r} is a local path, which differs between machines: give the name that the model is "
             "known by, such as SmolLM2-135M-Instruct"

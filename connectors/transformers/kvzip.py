@@ -23,6 +23,7 @@ from kvtier.compression.compaction.kvzip import (
     OVERLAP_TOKENS,
     SINK_TOKENS,
     RepeatPrompts,
+    fitting_chunk,
     largest_probabilities,
     over_groups,
     plan,
@@ -30,7 +31,7 @@ from kvtier.compression.compaction.kvzip import (
 from kvtier.compression.compaction.prefix import Compaction, LayerSelection, Progress, Recipe, budget_tokens
 from kvtier.connectors.transformers.attention import Family, FamilyKind, LayerQueries, restore, snapshot
 from kvtier.connectors.transformers.compat import cache_argument
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, FitError
 
 State = Mapping[str, torch.Tensor]
 """What a pass has reached, to go on from after an interruption: ``scores``, and ``done`` (chunks or tokens)."""
@@ -44,7 +45,8 @@ _FEED_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class KVzipOptions:
-    """chunk_tokens, overlap_tokens: of the repetition. prefix_tokens: first positions of the context that take part in
+    """chunk_tokens, overlap_tokens: of the repetition, whose chunks are shorter by default where a longer one would
+    pass the model's last position. prefix_tokens: first positions of the context that take part in
     every softmax; None: the protected ones, `SINK_TOKENS` at least."""
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -86,8 +88,8 @@ def score_dense(
 ) -> torch.Tensor:
     """fp32 ``[layers, kv_heads, tokens]``: the scores of all positions of `token_ids`, which `cache` holds plainly. The
     first `system_tokens` and layers with a window have zeros. The cache is unchanged afterwards."""
-    options = options or KVzipOptions()
     geometry, tokens = family.geometry, len(token_ids)
+    options = options or KVzipOptions(fitting_chunk(tokens, positions_of(family), prompts))
     chunks = plan(
         token_ids,
         prompts,
@@ -119,7 +121,9 @@ def score_dense(
                 last_rows=n,
                 sinks=family.sinks(layer),
             )
-            scores[layer, :, chunk.start : chunk.end] = over_groups(best, geometry.kv_heads).float().cpu()
+            scores[layer, :, chunk.start : chunk.end] = (
+                over_groups(_finite(best, layer), geometry.kv_heads).float().cpu()
+            )
 
         try:
             with family.capture(geometry.compactable_layers, consume):
@@ -166,9 +170,15 @@ def score_sparse(
             last_rows=queries.queries.shape[1],
             sinks=family.sinks(layer),
         )
-        torch.maximum(scores[layer], best.float().cpu(), out=scores[layer])
+        torch.maximum(scores[layer], _finite(best, layer).float().cpu(), out=scores[layer])
 
     turn = [*token_ids, *prompts.first, *prompts.suffix]
+    limit = positions_of(family)
+    if limit is not None and len(turn) + len(repeated) > limit:
+        raise ConfigError(
+            f"a context of {tokens} tokens: scoring reads it twice, {len(turn) + len(repeated)} tokens in all, and the "
+            f"model has {limit} positions: give a shorter context, or another method"
+        )
     read, fed = 0, 0
 
     def tell(label: str) -> None:
@@ -313,6 +323,18 @@ def select_groups(
             "min_coverage": tuple(float(rows.min()) for rows in per_layer),
         },
     )
+
+
+def positions_of(family: Family) -> int | None:
+    """How many positions the model has, where it says so."""
+    limit = getattr(family.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def _finite(best: torch.Tensor, layer: int) -> torch.Tensor:
+    if not bool(torch.isfinite(best).all()):
+        raise FitError(f"layer {layer}: its attention is not finite, in this dtype: load the model in bf16 or fp32")
+    return best
 
 
 def _parts(token_ids: Sequence[int]) -> list[Sequence[int]]:

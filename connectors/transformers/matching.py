@@ -25,7 +25,7 @@ from kvtier.connectors.transformers.attention import Family, FamilyKind, restore
 from kvtier.connectors.transformers.compact_serving import IMPLEMENTATIONS, CompactServing
 from kvtier.connectors.transformers.compaction import compacted, held_positions
 from kvtier.connectors.transformers.fitting_queries import FittingSequence, context_queries
-from kvtier.connectors.transformers.kvzip import Checkpoint, State, protected_positions
+from kvtier.connectors.transformers.kvzip import Checkpoint, State, positions_of, protected_positions
 from kvtier.connectors.transformers.layer_steps import Activations, LayerSteps
 from kvtier.connectors.transformers.matching_layer import (
     FIGURES,
@@ -114,11 +114,11 @@ def match_context(
     if not sequences and not plan.context:
         raise ConfigError("no queries to fit: give fitting sequences, or set context")
     longest = max((len(s.token_ids) for s in (*sequences, *held_out)), default=0)
-    limit = getattr(family.config, "max_position_embeddings", None)
+    limit = positions_of(family)
     if limit is not None and len(token_ids) + longest > limit:
         raise ConfigError(
             f"a context of {len(token_ids)} tokens and a fitting sequence of {longest} behind it: the model has "
-            f"{limit} positions; cut the sequences (chunk_tokens of repeat, new_tokens of self_study) or the context"
+            f"{limit} positions: give a shorter context, or other texts to fit (--queries, --given)"
         )
     implementation = family.model.config._attn_implementation
     if plan.on_policy and implementation not in IMPLEMENTATIONS:

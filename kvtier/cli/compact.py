@@ -86,11 +86,11 @@ def run(
         raise ConfigError(f"--dtype {dtype}: use auto, bf16, fp16 or fp32")
     if (queries == "given") != (given is not None):
         raise ConfigError("--queries given and --given FILE belong together: give both or none")
-    check_writable("--out", out.parent)
+    _check_file(out)
     if work is not None:
         check_writable("--work", work)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    Job(
+    seconds = Job(
         model=model,
         context=context,
         out=out,
@@ -103,11 +103,24 @@ def run(
         system_tokens=system_tokens,
         page_tokens=page_tokens,
         seed=seed,
-        name=name or Path(model).name,
+        name=_name_of(model) if name is None else name,
         dtype=dtype,
         work=work,
     ).run()
+    sys.stderr.write(f"{out}: compacted in {seconds:.1f} s\n")
     inspect(out, as_json=as_json)
+
+
+def _check_file(out: Path) -> None:
+    """Before minutes of work, not after."""
+    if out.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a folder: give the name of a file")
+    check_writable("--out", out.parent)
+
+
+def _name_of(model: str) -> str:
+    """What a model is known by: the last part of its name, or of its folder's."""
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
 
 
 @app.command("head-scores")
@@ -126,7 +139,7 @@ def head_scores(
         raise ConfigError(f"--out {str(out)!r}: give a name that ends in .safetensors")
     if dtype not in ("auto", "bf16", "fp16", "fp32"):
         raise ConfigError(f"--dtype {dtype}: use auto, bf16, fp16 or fp32")
-    check_writable("--out", out.parent)
+    _check_file(out)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     layers, heads = measure(model, text, out, system_tokens=system_tokens, dtype=dtype)
     sys.stdout.write(f"{out}: {layers} layers x {heads} KV heads\n")
@@ -199,28 +212,33 @@ def _told(described: Described, one_set: list[bool], file: Path) -> dict[str, An
 def _print(manifest: Manifest, told: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from kvtier.cli.place import printable
 
     recipe = manifest.recipe
     flat = [n for counts in told["rows"] for n in counts]
     table = Table(show_header=False, title="compacted prefix")
-    table.add_row(
-        "model", f"{manifest.model}, weights {manifest.weights[:12]}, {manifest.family}, rows {manifest.dtype}"
-    )
-    table.add_row("context", f"{manifest.tokens:,} tokens, SHA-256 {manifest.tokens_sha256[:12]}")
+
+    def add_row(*cells: str) -> None:
+        table.add_row(*(Text(printable(cell)) for cell in cells))  # a file is others': no markup, no escapes
+
+    add_row("model", f"{manifest.model}, weights {manifest.weights[:12]}, {manifest.family}, rows {manifest.dtype}")
+    add_row("context", f"{manifest.tokens:,} tokens, SHA-256 {manifest.tokens_sha256[:12]}")
     how = [recipe.method, recipe.selector, recipe.queries and f"queries {recipe.queries}", f"seed {recipe.seed}"]
-    table.add_row("made by", ", ".join(part for part in how if part))
-    table.add_row("tokens removed", f"{100 * manifest.tokens_removed:.2f} % ({recipe.ratio:.0%} asked for)")
-    table.add_row(
+    add_row("made by", ", ".join(part for part in how if part))
+    add_row("tokens removed", f"{100 * manifest.tokens_removed:.2f} % ({recipe.ratio:.0%} asked for)")
+    add_row(
         "bytes removed",
         f"{100 * manifest.bytes_removed:.2f} % ({manifest.original_bytes:,} B of rows are now "
         f"{manifest.compact_bytes:,} B, positions and biases included)",
     )
-    table.add_row("rows per head", f"{min(flat):,} to {max(flat):,}; {told['sets']}")
+    add_row("rows per head", f"{min(flat):,} to {max(flat):,}; {told['sets']}")
     extras = [what for what, has in (("biases", told["biases"]), ("fitted values", told["fitted_values"])) if has]
-    table.add_row("beside rows", ", ".join(extras) or "nothing")
-    table.add_row("key", told["key"])
+    add_row("beside rows", ", ".join(extras) or "nothing")
+    add_row("key", told["key"])
     for name, value in manifest.figures.items():
-        table.add_row(name, f"{value:.6g}")
+        add_row(name, f"{value:.6g}")
     Console().print(table)
 
 

@@ -13,7 +13,7 @@ def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype
     from rich.console import Console
 
     from kvtier.cli.compact import import_torch, progress_bar
-    from kvtier.cli.compact_run import load_model, read_tokens
+    from kvtier.cli.compact_run import load_model, load_tokenizer, read_tokens
 
     import_torch()
     from safetensors.torch import save_file
@@ -23,12 +23,13 @@ def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype
     from kvtier.connectors.transformers.attention import family_of
     from kvtier.connectors.transformers.compaction import prefill
 
-    model, tokenizer = load_model(model_name, dtype)
-    family = family_of(model)
-    kvzip.check_selector(family, "head")
+    tokenizer = load_tokenizer(model_name)
     token_ids = read_tokens(text, tokenizer)
     if system_tokens >= len(token_ids):
         raise ConfigError(f"--system-tokens {system_tokens}: the text has {len(token_ids)} tokens")
+    model = load_model(model_name, dtype)
+    family = family_of(model)
+    kvzip.check_selector(family, "head")
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from kvtier.compression.compaction.recipe import Recipe
 
 _SAVE_EVERY_S = 5.0
+_WORK_VERSION = 2
+"""Of what is kept to go on later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class Job:
     dtype: str
     work: Path | None
 
-    def run(self) -> None:
-        """Write the file. Raises ConfigError for options that cannot work, before the model is run where possible."""
+    def run(self) -> float:
+        """Write the file; the seconds that compacting took. Raises ConfigError for options that cannot work, before the
+        model is run where possible."""
         from rich.console import Console
 
         from kvtier.cli.compact import import_torch, progress_bar
@@ -51,20 +56,28 @@ class Job:
         from kvtier.connectors.transformers import compact_methods
         from kvtier.connectors.transformers.attention import family_of
         from kvtier.connectors.transformers.compaction import compacted, identity_of
+        from kvtier.connectors.transformers.identity import check_model_name
+        from kvtier.connectors.transformers.kvzip import protected_positions
 
-        model, tokenizer = load_model(self.model, self.dtype)
-        family = family_of(model)
+        check_model_name(self.name)
+        tokenizer = load_tokenizer(self.model)
         token_ids = read_tokens(self.context, tokenizer)
-        ratio = whole_pages(len(token_ids), self.ratio, self.page_tokens)
-        asked = Recipe(self.method, ratio, self.selector, self.seed, self.queries)
-        recipe = compact_methods.complete(asked, family)
         if self.system_tokens >= len(token_ids):
             raise ConfigError(f"--system-tokens {self.system_tokens}: the context has {len(token_ids)} tokens")
+        protected = protected_positions(len(token_ids), self.system_tokens)
+        ratio = whole_pages(len(token_ids), self.ratio, self.page_tokens, protected)
+        self._check_system(len(token_ids), ratio)
         given = [] if self.given is None else read_lines(self.given, tokenizer)
+        head_scores = None if self.head_scores is None else read_head_scores(self.head_scores)
+        model = load_model(self.model, self.dtype)
+        family = family_of(model)
+        asked = Recipe(self.method, ratio, self.selector, self.seed, self.queries)
+        recipe = compact_methods.complete(asked, family)
         identity = identity_of(model, self.name, folder=folder_of(self.model))
         kept = (
             None if self.work is None else Work.open(self.work, self._key(identity.weights, token_ids, recipe, given))
         )
+        started = time.perf_counter()
         with progress_bar(Console(stderr=True)) as bar:
             task = bar.add_task("", total=None)
 
@@ -78,7 +91,7 @@ class Job:
                 context,
                 recipe,
                 given=given,
-                head_scores=None if self.head_scores is None else read_head_scores(self.head_scores),
+                head_scores=head_scores,
                 progress=show,
                 state=None if kept is None else kept.state(),
                 checkpoint=None if kept is None else kept.save,
@@ -86,26 +99,60 @@ class Job:
         compacted(identity, token_ids, context.cache, compaction).save(self.out)
         if kept is not None:
             kept.done()
+        return time.perf_counter() - started
+
+    def _check_system(self, tokens: int, ratio: float) -> None:
+        from kvtier.compression.compaction.recipe import budget_tokens
+
+        budget = budget_tokens(tokens, ratio)
+        if self.system_tokens > budget:
+            most = int(1000 * (1 - self.system_tokens / tokens)) / 1000
+            raise ConfigError(
+                f"--system-tokens {self.system_tokens}: --ratio {self.ratio} leaves {budget} of {tokens} tokens, less "
+                f"than these: give a ratio up to {most}, or fewer tokens"
+            )
 
     def _key(self, weights: str, token_ids: list[int], recipe: Recipe, given: list[list[int]]) -> str:
-        said = [weights, self.dtype, token_ids, recipe.encoded(), given, self.system_tokens]
+        said = [_WORK_VERSION, weights, self.dtype, token_ids, recipe.encoded(), given, self.system_tokens]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def load_model(name: str, dtype: str) -> tuple[Any, Any]:
-    """A model, on the GPU where there is one, and its tokenizer. Raises ConfigError for one that cannot be had."""
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model. Raises ConfigError for one that cannot be had, or whose model's attention is not known:
+    before weights are loaded."""
+    import transformers
+
+    from kvtier.connectors.transformers.attention import check_known
+
+    with _told(name):
+        check_known(transformers.AutoConfig.from_pretrained(name))
+        return transformers.AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Whatever libraries raise for a model that cannot be loaded, as a ConfigError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except KVTierError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as e:
+        lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
+        raise ConfigError(f"MODEL {name!r} cannot be loaded: {lines[0].strip()}") from e
+
+
+def load_model(name: str, dtype: str) -> Any:
+    """A model, on the GPU where there is one. Raises ConfigError for one that cannot be had."""
     import torch
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = dtype if dtype != "auto" else ("bf16" if device == "cuda" else "fp32")
     numbers = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[chosen]
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=numbers)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"MODEL {name!r} cannot be loaded: {str(e).splitlines()[0]}") from e
-    return model.eval().to(device), tokenizer
+    with _told(name):
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=numbers).eval().to(device)
 
 
 def folder_of(name: str) -> Path | None:
@@ -118,15 +165,16 @@ def folder_of(name: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def whole_pages(tokens: int, ratio: float, page_tokens: int) -> float:
-    """The ratio nearest below `ratio` at which whole pages stay. Raises ConfigError where the context is no page."""
+def whole_pages(tokens: int, ratio: float, page_tokens: int, protected: int = 0) -> float:
+    """The ratio nearest below `ratio` at which whole pages stay, and `protected` tokens at least. Raises ConfigError
+    where the context is no page."""
     from kvtier.compression.compaction.recipe import budget_tokens
 
     if tokens < page_tokens:
         raise ConfigError(f"--page-tokens {page_tokens}: the context has {tokens} tokens; give a longer one")
     if page_tokens == 1:
         return ratio
-    rows = -(-budget_tokens(tokens, ratio) // page_tokens) * page_tokens
+    rows = -(-max(protected, budget_tokens(tokens, ratio)) // page_tokens) * page_tokens
     return 1.0 - min(rows, tokens // page_tokens * page_tokens) / tokens
 
 
@@ -150,7 +198,12 @@ class Work:
                 f"--work {str(folder)!r} holds the work of another model, context or recipe: give another folder, or "
                 "remove it"
             )
-        work._job.write_text(json.dumps({"job": key}) + "\n")
+        if held is None:
+            work._state.unlink(missing_ok=True)  # whatever it is of
+        with _room(folder):
+            new = work._job.with_suffix(".new")
+            new.write_text(json.dumps({"job": key}) + "\n")
+            new.replace(work._job)
         return work
 
     def state(self) -> dict[str, torch.Tensor] | None:
@@ -172,14 +225,30 @@ class Work:
         if time.monotonic() - self._saved_s < _SAVE_EVERY_S:
             return
         new = self._state.with_suffix(".new")
-        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, new)
-        new.replace(self._state)
+        with _room(self._state.parent):
+            save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, new)
+            new.replace(self._state)
         self._saved_s = time.monotonic()
 
     def done(self) -> None:
         """The file is written: nothing is left to go on from."""
         for path in (self._state, self._job):
+            path.with_suffix(".new").unlink(missing_ok=True)  # of a run that was killed while it wrote
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """A full disk and the like as a ConfigError; what was kept before stays."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(
+            f"--work {str(folder)!r}: the work so far cannot be written ({e}): make room and run again, or give "
+            "another folder"
+        ) from e
 
 
 def read_tokens(path: Path, tokenizer: Any) -> list[int]:

@@ -9,6 +9,7 @@ import resource
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,27 @@ def test_sets_that_are_none_are_refused(kept: list[int], message: str) -> None:
     selection = LayerSelection((torch.tensor(kept, dtype=torch.int64),))
     with pytest.raises(ConfigError, match=message):
         Compaction(Recipe("random", 0.5), 12, (selection,)).check()
+
+
+def test_rows_that_are_no_numbers_are_neither_written_nor_read() -> None:
+    """A model in fp16 may compute them: they would answer nothing but nonsense, with a checksum that agrees."""
+    good = example()
+    (first, second), values = good.layers[0].rows["keys"], good.layers[0].rows["values"]
+    for bad in (float("nan"), float("inf")):
+        broken = first.clone()
+        broken[1, 0] = bad
+        rows = {"keys": (broken, second), "values": values}
+        compaction = Compaction(good.manifest.recipe, 12, (good.layers[0].selection,))
+        with pytest.raises(ConfigError, match=r"layer 0: keys are not all finite.*bf16 or fp32"):
+            CompactPrefix.of(ModelIdentity("dense", "tiny", ""), range(12), compaction, [rows], original_bytes=96)
+        damaged = CompactPrefix(good.manifest, (replace(good.layers[0], rows=rows), good.layers[1]))
+        with pytest.raises(ArtefactError, match="layer 0: keys are not all finite"):
+            CompactPrefix.from_bytes(damaged.to_bytes())
+
+
+def test_a_prefix_knows_what_clients_call_it() -> None:
+    described = read_header(GOLDEN.read_bytes(), GOLDEN.stat().st_size)
+    assert example().key == described.key == "kvtier-compact:" + described.checksum
 
 
 def test_baselines_keep_the_budget_and_the_first_tokens() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtier.compression.compaction.kvzip import Chunk, RepeatPrompts, largest_probabilities, over_groups, plan
+from kvtier.compression.compaction.kvzip import (
+    Chunk,
+    RepeatPrompts,
+    fitting_chunk,
+    largest_probabilities,
+    over_groups,
+    plan,
+)
 from kvtier.errors import ConfigError
 from kvtier.kernels.compaction import attention
 
@@ -28,6 +35,17 @@ def test_every_position_behind_the_system_prompt_is_repeated_once() -> None:
 def test_contexts_without_anything_to_score_are_refused(start: int, chunk_tokens: int) -> None:
     with pytest.raises(ConfigError, match="a context of 5 tokens"):
         plan(range(5), PROMPTS, start=start, chunk_tokens=chunk_tokens)
+
+
+def test_chunks_never_pass_the_models_last_position() -> None:
+    assert fitting_chunk(100, None, PROMPTS) == fitting_chunk(100, 1 << 20, PROMPTS) == 2000
+    for tokens in (6000, 7000, 7925):
+        size = fitting_chunk(tokens, 8192, PROMPTS)
+        chunks = plan(range(tokens), PROMPTS, chunk_tokens=size)
+        assert max(len(chunk.fed) for chunk in chunks) + tokens <= 8192
+        assert 256 <= size <= 2000
+    with pytest.raises(ConfigError, match=r"8192 positions.* give a context of 7925 tokens at most"):
+        fitting_chunk(7926, 8192, PROMPTS)
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 4 * 4 * 17 * 3, 1 << 30])

@@ -40,14 +40,20 @@ FAMILIES: dict[str, type[Family]] = {
 def family_of(model: Any) -> Family:
     """The family of `model` (a PreTrainedModel with a decoder). Raises ConfigError, naming the architecture and the
     supported ones, for a model whose attention is not known."""
-    config = model.config.get_text_config(decoder=True)
-    name = str(getattr(config, "model_type", type(config).__name__))
-    if getattr(model.config, "is_encoder_decoder", False) or name not in FAMILIES:
+    return FAMILIES[check_known(model.config, type(model).__name__)](model)
+
+
+def check_known(config: Any, what: str = "") -> str:
+    """The model type of `config` (a PreTrainedConfig). what: the model's class, for the message. Raises ConfigError as
+    `family_of` does, without a model."""
+    text = config.get_text_config(decoder=True)
+    name = str(getattr(text, "model_type", type(text).__name__))
+    if getattr(config, "is_encoder_decoder", False) or name not in FAMILIES:
         raise ConfigError(
-            f"model type {name!r} ({type(model).__name__}): its attention is not one that compaction knows; use one "
-            f"of {', '.join(sorted(FAMILIES))}"
+            f"model type {name!r} ({what or type(config).__name__}): its attention is not one that compaction knows; "
+            f"use one of {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[name](model)
+    return name
 
 
 __all__ = [
@@ -61,6 +67,7 @@ __all__ = [
     "LayerRows",
     "Snapshot",
     "SparseFamily",
+    "check_known",
     "family_of",
     "restore",
     "snapshot",

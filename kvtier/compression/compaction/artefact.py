@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvtier.compression.compaction.manifest import (
+    KEY_PREFIX,
     ROLES,
     LayerManifest,
     Manifest,
@@ -95,6 +96,9 @@ class CompactPrefix:
             bias = None if selection.bias is None else tuple(b.detach().cpu() for b in selection.bias)
             ordered = {role: found[role] for role in ROLES[model.family] if role in found}
             layers.append(CompactLayer(kept, ordered, bias, selection.values is not None))
+        broken = _not_finite(layers)
+        if broken:
+            raise ConfigError(f"{broken}: the model computes them so in this dtype; load it in bf16 or fp32")
         first = layers[0].rows[ROLES[model.family][0]][0]
         if first.dtype not in _NAMES:
             raise ConfigError(f"rows of {first.dtype}: a cache of bf16, fp16 or fp32 can be compacted")
@@ -125,7 +129,8 @@ class CompactPrefix:
         if mine.weights != identity.weights or mine.family != identity.family:
             raise ArtefactError(
                 f"this prefix was compacted for model {mine.model!r} with weights {mine.weights[:12]}, this is "
-                f"{identity.name!r} with {identity.weights[:12]}: compact the context with this model"
+                f"{identity.name!r} with {identity.weights[:12]}: compact the context with this model, or, where it is "
+                f"the same one in another dtype, load it in that of the rows, {mine.dtype}"
             )
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
@@ -147,11 +152,22 @@ class CompactPrefix:
                 found[f"{n}.{role}"] = torch.cat(heads)
         return {name: found[name] for name in self.manifest.tensors()}
 
+    @property
+    def key(self) -> str:
+        """What clients of an engine call this very prefix (`extra_key`)."""
+        return KEY_PREFIX + self.checksum()
+
+    def checksum(self) -> str:
+        """Of its file: equal for equal objects only."""
+        return self._checksum({name: bytes_of(tensor) for name, tensor in self.tensors().items()})
+
     def to_bytes(self) -> bytes:
-        entries = self.manifest.tensors()
         data = {name: bytes_of(tensor) for name, tensor in self.tensors().items()}
-        checksum = checksum_of(self.manifest.encoded(), ((n, entries[n], raw) for n, raw in data.items()))
-        return b"".join([header_of(self.manifest, checksum), *data.values()])
+        return b"".join([header_of(self.manifest, self._checksum(data)), *data.values()])
+
+    def _checksum(self, data: Mapping[str, memoryview]) -> str:
+        entries = self.manifest.tensors()
+        return checksum_of(self.manifest.encoded(), ((name, entries[name], raw) for name, raw in data.items()))
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
@@ -205,6 +221,9 @@ class CompactPrefix:
             Compaction(manifest.recipe, manifest.tokens, tuple(layer.selection for layer in prefix.layers)).check()
         except ConfigError as e:
             raise ArtefactError(f"its sets are not those of a context: {e}") from None
+        broken = _not_finite(prefix.layers)
+        if broken:
+            raise ArtefactError(f"{broken}: it was written from damaged rows; compact the context again")
         return prefix
 
 
@@ -214,6 +233,15 @@ def tokens_sha256(token_ids: Sequence[int]) -> str:
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
         raise ConfigError("token ids: give one sequence of integers from 0 up, without a batch axis")
     return hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()
+
+
+def _not_finite(layers: Sequence[CompactLayer]) -> str:
+    """Which rows hold numbers that are none; empty where all are fine."""
+    for n, layer in enumerate(layers):
+        for role, heads in layer.rows.items():
+            if not all(bool(torch.isfinite(rows).all()) for rows in heads):
+                return f"layer {n}: {role} are not all finite"
+    return ""
 
 
 def _describe(layer: CompactLayer) -> LayerManifest:

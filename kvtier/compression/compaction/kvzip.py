@@ -21,6 +21,8 @@ from kvtier.kernels.compaction.attention import query_slices
 CHUNK_TOKENS = 2000
 SINK_TOKENS = 4
 OVERLAP_TOKENS = 8
+CHUNK_TOKENS_MIN = 256
+"""Of a context that leaves little room behind it: shorter chunks would be compared with too little."""
 
 LOGITS_BYTES = 32 << 20
 """Of one slice of queries; much less makes more calls than it saves memory."""
@@ -74,6 +76,22 @@ def plan(
         )
         chunks.append(Chunk(begin, end, (*asked, *prompts.suffix, *token_ids[begin:end])))
     return chunks
+
+
+def fitting_chunk(tokens: int, positions: int | None, prompts: RepeatPrompts) -> int:
+    """How long chunks may be, `CHUNK_TOKENS` at most, so that each can be repeated behind a context of `tokens` tokens
+    by a model of `positions` positions (None: no end is known). Raises ConfigError where there is no room."""
+    if positions is None:
+        return CHUNK_TOKENS
+    asked = max(len(prompts.first), len(prompts.later) + OVERLAP_TOKENS) + len(prompts.suffix)
+    room = positions - tokens - asked
+    if room < min(tokens, CHUNK_TOKENS_MIN):
+        raise ConfigError(
+            f"a context of {tokens} tokens: the model has {positions} positions, and repeating part of the context "
+            f"behind it takes {asked + CHUNK_TOKENS_MIN} more: give a context of "
+            f"{max(1, positions - asked - CHUNK_TOKENS_MIN)} tokens at most, or another method"
+        )
+    return min(CHUNK_TOKENS, room)
 
 
 def largest_probabilities(
