@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
 from kvtier.abc.codec import Codec
 from kvtier.build import open_codec, open_store
@@ -42,7 +43,11 @@ WAIT_S = 120.0
 """How long the work of one part may take before it is given up, whatever the tiers do."""
 
 _DTYPE = {"BF16": DType.BF16, "F16": DType.FP16, "F32": DType.FP32}
+_DIGEST_BYTES = 16
+"""Behind what is stored beside coded rows: xxh3-128 of it, big-endian."""
 _CHUNKS = PageSpec(1, (BufferSpec(Role.OPAQUE, 0, 1, 1, CHUNK_BYTES, DType.UINT8),))
+_CODED_VERSION = 2
+"""Of prefixes whose rows go through a codec; 1 named them without the object they are of."""
 _CODED = {"dense": (("keys", "values"),), "mla": (("latent", "rotary_key"), ("fitted",))}
 """Roles that a codec takes, by family; those of one entry share a page."""
 
@@ -115,9 +120,11 @@ class CompactStore:
         tensors = prefix.tensors()
         streams = self._streams(manifest)
         names = {f"{n}.{role}" for stream in streams for role in stream.roles for n in stream.layers}
-        blob = header_of(manifest, "0" * 32) if names else b""
-        blob = b"".join([blob, *(bytes_of(t) for name, t in tensors.items() if name not in names)])
-        if not names:
+        content = prefix.checksum() if names else ""
+        if names:
+            rest = (bytes_of(t) for name, t in tensors.items() if name not in names)
+            blob = _sealed(b"".join([header_of(manifest, content), *rest]))
+        else:
             blob = prefix.to_bytes()
         raw = len(blob).to_bytes(8, "little") + blob
         chunks = np.zeros((-(-len(raw) // CHUNK_BYTES), 1, CHUNK_BYTES), np.uint8)
@@ -134,7 +141,8 @@ class CompactStore:
                 arrays.append(rows)
             spec = stream.spec(manifest.family, _DTYPE[manifest.dtype])
             valid = [min(PAGE_ROWS, stream.rows - p * PAGE_ROWS) for p in range(stream.pages)]
-            self._store(self._mover(name_of, spec, open_codec(self._config, spec)), arrays, name_of, f"rows{i}", valid)
+            mover = self._mover(name_of, spec, open_codec(self._config, spec))
+            self._store(mover, arrays, name_of, f"rows{i} {content}", valid)
         # Last: its first page is what a prefix is found by.
         mover = self._mover(name_of, _CHUNKS, codec_named("raw"))
         self._store(mover, [chunks], name_of, "chunk", [1] * len(chunks))
@@ -144,6 +152,7 @@ class CompactStore:
         of it is there and whole. Every page asked for is counted."""
         wanted = _Name(identity.family, identity.name, identity.weights, tokens_sha256(token_ids), recipe)
         mover = self._mover(wanted, _CHUNKS, codec_named("raw"))
+        blob: bytes | None = None
         try:
             blob = self._blob(mover, wanted)
             if blob is None:
@@ -157,6 +166,9 @@ class CompactStore:
             return prefix
         except ArtefactError as e:
             _log.warning("a stored compacted prefix cannot be used, and is a miss: %s", e)
+            # Else what is stored in its place would find these pages there, and leave them.
+            bad = range(1 if blob is None else -(-(8 + len(blob)) // CHUNK_BYTES))
+            self.store.delete(mover.namespace.page_keys(wanted.hashes("chunk", bad)))
             return None
         finally:
             mover.close()
@@ -201,11 +213,12 @@ class CompactStore:
 
     def _decoded(self, blob: bytes, wanted: _Name) -> CompactPrefix | None:
         """From what was stored as it is, and the rows' pages. None where one of those is missing."""
+        if _sealed(blob[:-_DIGEST_BYTES]) != blob:
+            raise ArtefactError("a stored prefix is not whole: parts of two lie in its place, or it is damaged")
         end = header_bytes(blob[:8])
-        if end > len(blob):
-            raise ArtefactError("a stored prefix is cut off inside its header")
         # Of a whole file the header would be followed by every tensor; here the coded ones are elsewhere.
-        manifest = read_header(blob[:end], None).manifest
+        described = read_header(blob[:end], None)
+        manifest = described.manifest
         entries = manifest.tensors()
         tensors: dict[str, torch.Tensor] = {}
         streams = self._streams(manifest)
@@ -213,7 +226,7 @@ class CompactStore:
         at = end
         for name, entry in entries.items():
             if name not in names:
-                if at + entry.nbytes > len(blob):
+                if at + entry.nbytes > len(blob) - _DIGEST_BYTES:
                     raise ArtefactError(f"a stored prefix ends before its tensor {name!r}")
                 tensors[name] = tensor_of(memoryview(blob)[at : at + entry.nbytes], entry)
                 at += entry.nbytes
@@ -221,7 +234,7 @@ class CompactStore:
             spec = stream.spec(manifest.family, _DTYPE[manifest.dtype])
             mover = self._mover(wanted, spec, open_codec(self._config, spec))
             try:
-                arrays = self._load(mover, wanted, f"rows{i}", range(stream.pages))
+                arrays = self._load(mover, wanted, f"rows{i} {described.checksum}", range(stream.pages))
             finally:
                 mover.close()
             if arrays is None:
@@ -238,7 +251,7 @@ class CompactStore:
         rows = CodecPolicy("whole", 1).encoded()
         if self._coded:
             cold = self._config.cold_page
-            rows = CodecPolicy(cold.quant if cold is not None else "none", 1).encoded()
+            rows = CodecPolicy(cold.quant if cold is not None else "none", _CODED_VERSION).encoded()
         return Namespace.of(
             spec,
             policy_of(codec),
@@ -292,6 +305,10 @@ class CompactStore:
             return arrays if loaded else None
         finally:
             self.store.settle(request, loaded=loaded)
+
+
+def _sealed(blob: bytes) -> bytes:
+    return blob + xxhash.xxh3_128_digest(blob)
 
 
 def _buffers(stream: _Stream) -> tuple[tuple[str, ...], ...]:
