@@ -125,30 +125,65 @@ class CompactServing:
 
     def generate(self, token_ids: TokenIds, **kwargs: Any) -> Any:
         """``model.generate`` from the prefix: `token_ids` ``[batch, n]`` (or one sequence) are what follows it. The
-        answer holds them and what the model added, never the context. Raises ConfigError for options that need the
-        context's own tokens."""
+        answer holds them and what the model added, never the context. attention_mask: of `token_ids`, 0 where they are
+        padding, which stands before them. compact_cache: of an earlier call, to go on behind it; then `token_ids` are
+        those that it does not hold yet, the last token of its answer first. Raises ConfigError for options that need
+        the context's own tokens."""
         ids = self._ids(token_ids)
-        for option in ("assistant_model", "prompt_lookup_num_tokens", "inputs_embeds", cache_argument(self._model)):
+        for option in _NEED_TOKENS:
             if kwargs.get(option) is not None:
                 raise ConfigError(f"option {option!r}: not supported from a compacted prefix; leave it out")
-        sequences = int(kwargs.get("num_return_sequences") or 1)
-        if sequences > 1 or (kwargs.get("num_beams") or 1) > 1:
-            raise ConfigError("num_beams and num_return_sequences: not supported from a compacted prefix; use 1")
-        given = kwargs.pop("attention_mask", None)
-        mask = torch.ones(ids.shape[0], self.prefix.tokens + ids.shape[1], dtype=torch.long, device=ids.device)
-        if given is not None:
-            mask[:, self.prefix.tokens :] = torch.as_tensor(given, device=ids.device)
-        cache = kwargs.pop("compact_cache", None)
-        if cache is None:
-            cache = self.new_cache(ids.shape[0])
+        for option in ("num_beams", "num_return_sequences"):
+            if (self._asked(option, kwargs) or 1) > 1:
+                raise ConfigError(f"option {option!r}: not supported from a compacted prefix; use 1")
+        cache = self._cache(kwargs.pop("compact_cache", None), ids)
+        mask = self._whole_mask(kwargs.pop("attention_mask", None), cache, ids)
         return self._model.generate(ids, attention_mask=mask, **{cache_argument(self._model): cache}, **kwargs)
 
     def forward(self, token_ids: TokenIds, cache: CompactCache | None = None, **kwargs: Any) -> Any:
-        """The model's answer for `token_ids` ``[batch, n]`` behind `cache` (None: the prefix alone)."""
+        """The model's answer for `token_ids` ``[batch, n]`` behind `cache` (None: the prefix alone). attention_mask: as
+        in `generate`."""
         ids = self._ids(token_ids)
-        cache = cache if cache is not None else self.new_cache(ids.shape[0])
+        cache = self._cache(cache, ids)
+        if kwargs.get("attention_mask") is not None:
+            mask = self._whole_mask(kwargs["attention_mask"], cache, ids)
+            positions = (mask.cumsum(-1) - 1)[:, -ids.shape[1] :]
+            kwargs = {"position_ids": positions, **kwargs, "attention_mask": mask}
         with torch.no_grad():
             return self._model(ids, use_cache=True, **{cache_argument(self._model): cache}, **kwargs)
+
+    def _asked(self, option: str, kwargs: dict[str, Any]) -> Any:
+        """What `generate` would take: its argument, else of the configuration given, else of the model's."""
+        config = kwargs.get("generation_config") or self._model.generation_config
+        return kwargs[option] if kwargs.get(option) is not None else getattr(config, option, None)
+
+    def _cache(self, cache: Any, ids: torch.Tensor) -> CompactCache:
+        if cache is None:
+            return self.new_cache(ids.shape[0])
+        if not isinstance(cache, CompactCache) or cache.layers[0].keys.shape[0] != ids.shape[0]:
+            raise ConfigError(
+                f"the cache is not one of new_cache({ids.shape[0]}), for as many sequences as the token ids have"
+            )
+        return cache
+
+    def _whole_mask(self, given: Any, cache: CompactCache, ids: torch.Tensor) -> torch.Tensor:
+        """``[batch, tokens of the cache and of ids]``: everything, but what `given` ``[batch, n]`` leaves out."""
+        past = int(cache.get_seq_length())
+        mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=ids.device)
+        if given is not None:
+            own = torch.as_tensor(given, device=ids.device)
+            if own.shape != ids.shape:
+                raise ConfigError(
+                    f"attention_mask of shape {tuple(own.shape)} for token ids of {tuple(ids.shape)}: give that of the "
+                    "token ids, without the context's"
+                )
+            if not bool(own.all()) and any(layer.is_sliding for layer in DynamicCache(config=self._config).layers):
+                raise ConfigError(
+                    "attention_mask with padding: this model has layers with a window, which would count the padding "
+                    "between the prefix and the tokens; give sequences of one length, or one at a time"
+                )
+            mask[:, past:] = own
+        return mask
 
     def __enter__(self) -> CompactServing:
         if any(hasattr(attention, _MARK) for attention in self._attentions):
@@ -301,6 +336,15 @@ class CompactServing:
         return torch.cat([prefix, live.expand(-1, prefix.shape[1], -1, -1)], dim=-1)
 
 
+_NEED_TOKENS = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "inputs_embeds",
+    "cache_implementation",
+    "cache",
+    "past_key_values",
+)
+"""Options of ``generate`` that would look for the context's own tokens, or bring a cache of their own."""
 _MARK = "_kvtier_compact_serving"
 """Attribute of an attention module that serves a prefix."""
 

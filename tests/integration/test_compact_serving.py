@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from kvtier.compression.compaction.artefact import CompactPrefix
 from kvtier.compression.compaction.baselines import choose
@@ -300,3 +301,93 @@ def test_layers_with_a_window_keep_their_rows() -> None:
     with pytest.raises(SpecError, match="holds only the last 23"):
         compacted(identity_of(model, "tiny"), ids, cache, choose(Recipe("random", 0.5), T, heads_of(cache)))
     assert prefix.manifest.original_bytes == sum(2 * 2 * rows * 32 * 4 for rows in (23, 60, 23, 60))
+
+
+def halved(model: Any, ids: list[int], seed: int = 5) -> CompactPrefix:
+    cache = prefill(model, ids)
+    compaction = keep_windows(choose(Recipe("random", 0.5, seed=seed), len(ids), heads_of(cache)), cache)
+    return compacted(identity_of(model, "tiny"), ids, cache, compaction)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm_moe_dsa"])
+def test_a_second_turn_goes_on_behind_the_first(name: str) -> None:
+    """What its answer was, and more words, on the cache that the first turn left: as if all had been one turn."""
+    model = tiny(name)
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+    with CompactServing(model, halved(model, context(T)), model_name="tiny") as serving:
+        cache = serving.new_cache()
+        first = serving.generate([NEW], compact_cache=cache, **greedy)[0].tolist()
+        assert cache.get_seq_length() == T + len(first) - 1
+        more = [first[-1], *context(5, seed=8)]
+        second = serving.generate([more], compact_cache=cache, **greedy)[0].tolist()
+        whole = serving.generate([[*first[:-1], *more]], **greedy)[0].tolist()
+    assert whole == [*first[:-1], *second]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "glm_moe_dsa"])
+def test_sequences_of_a_batch_may_be_padded(name: str) -> None:
+    model, short = tiny(name), context(4, seed=9)
+    padded, mask = [[0] * 3 + short, NEW], [[0] * 3 + [1] * 4, [1] * 7]
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+    plain = prefill(model, context(T))
+    with CompactServing(model, halved(model, context(T)), model_name="tiny") as serving:
+        both = serving.generate(padded, attention_mask=mask, **greedy)[:, len(NEW) :]
+        alone = [serving.generate([ids], **greedy)[0, len(ids) :].tolist() for ids in (short, NEW)]
+        logits = serving.forward(padded, attention_mask=mask).logits[:, -1]
+        expected = torch.cat([serving.forward([ids]).logits[:, -1] for ids in (short, NEW)])
+        with pytest.raises(ConfigError, match="without the context's"):
+            serving.forward(padded, attention_mask=torch.ones(2, T + 7))
+        with pytest.raises(ConfigError, match=r"not one of new_cache\(2\)"):
+            serving.generate(padded, compact_cache=serving.new_cache())
+        with pytest.raises(ConfigError, match=r"not one of new_cache\(1\)"):
+            serving.forward([NEW], plain)
+    assert both.tolist() == alone
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_what_generate_would_need_the_contexts_tokens_for_is_refused() -> None:
+    model = tiny("llama")
+    beams, plain = transformers.GenerationConfig(num_beams=2, max_new_tokens=2), prefill(model, NEW)
+    with CompactServing(model, halved(model, context(T)), model_name="tiny") as serving:
+        for option, value in (
+            ("generation_config", beams),
+            ("num_return_sequences", 2),
+            ("prompt_lookup_num_tokens", 2),
+            ("cache_implementation", "static"),
+            ("past_key_values", plain),
+            ("cache", plain),
+        ):
+            told = "num_beams" if option == "generation_config" else option
+            with pytest.raises(ConfigError, match=f"option '{told}'"):
+                serving.generate([NEW], **{option: value})
+    model = tiny("gemma3")
+    with CompactServing(model, halved(model, context(T)), model_name="tiny") as serving:
+        assert serving.generate([NEW, NEW], attention_mask=[[1] * 7] * 2, max_new_tokens=1).shape == (2, 8)
+        with pytest.raises(ConfigError, match="layers with a window"):
+            serving.generate([NEW, NEW], attention_mask=[[1] * 7, [0, *[1] * 6]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "glm_moe_dsa"])
+def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    """With nothing removed the model itself; with something removed, close to the same rows in float32."""
+    model = tiny(name).to(dtype)
+    ids = context(T)
+    with CompactServing(model, identity_prefix(model, ids), model_name="tiny") as serving:
+        logits = serving.forward(NEW).logits
+    with torch.no_grad():
+        plain = model(torch.tensor([NEW]), use_cache=True, **{cache_argument(model): prefill(model, ids)}).logits
+    assert torch.equal(logits, plain)
+    prefix = CompactPrefix.from_bytes(halved(model, ids).to_bytes())
+    with CompactServing(model, prefix, model_name="tiny") as serving:
+        assert bool(torch.isfinite(serving.forward(NEW).logits).all())
+    with pytest.raises(ArtefactError, match=f"another dtype, load it in that of the rows, {prefix.manifest.dtype}"):
+        CompactServing(model.to(torch.float32), prefix, model_name="tiny")
+
+
+def test_layers_with_a_window_keep_all_of_a_shorter_context() -> None:
+    model, ids = tiny("gemma3"), context(10)
+    prefix = halved(model, ids)
+    assert [len(layer.kept[0]) for layer in prefix.layers] == [10, 5, 10, 5]
+    with CompactServing(model, prefix, model_name="tiny") as serving:
+        assert serving.generate([context(30, seed=2)], max_new_tokens=3, do_sample=False).shape == (1, 33)
