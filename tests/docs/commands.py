@@ -109,9 +109,16 @@ COMMANDS: tuple[Run | Serve | Elsewhere, ...] = (
     Elsewhere(
         r"kvtier compact( inspect)? .*", "needs a model", "tests/integration/test_compact_command.py", "inspect"
     ),
+    Elsewhere(
+        r"python compacted_client\.py .*",
+        "needs an engine that serves the prefix",
+        "tests/engines/sglang/test_launchers.py",
+        "compacted_client.py",
+    ),
     Elsewhere(r"kvtier calibrate .*", "needs a model", "tests/integration/test_calibration.py", "calibrate"),
     Elsewhere(
-        r"kvtier eval compaction .*", "takes hours, or a minute", "tests/integration/test_compact_command.py", "eval"
+        r"kvtier eval compaction .*", "takes hours, or a minute",
+        "tests/integration/test_compact_evaluation.py", "eval"
     ),
     Elsewhere(
         r"python tools/ghosts_accuracy\.py",
@@ -137,6 +144,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
         "tests/engines/sglang/test_tool_calls.py",
     ),
     "docs/gpu.md": ("tests/gpu",),
+    "docs/compaction.md": ("run", "run"),
     "docs/writing-a-tier.md": ("run", "run", "run"),
     "docs/writing-a-codec.md": ("run", "run"),
     "docs/writing-a-method.md": ("tests/unit/test_compression.py", "run"),

@@ -19,6 +19,7 @@ SAYS = {
     "size_tiers": "host memory   1024 GB              25.0          31.4",
 }
 WITH_ENGINES = {
+    "compacted_client": "tests/engines/sglang/test_launchers.py",
     "lmcache_server": "tests/engines/lmcache/test_examples.py",
     "sglang_offline": "tests/engines/sglang/test_examples.py",
 }

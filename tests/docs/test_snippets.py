@@ -133,6 +133,33 @@ def test_the_method_of_the_page_compacts() -> None:
     assert names["answer"].shape == (1, 5 + 8)
 
 
+def test_a_context_is_written_compacted_and_answered_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of the page with its command between them, for a tiny model and a tokenizer of words."""
+    pytest.importorskip("scipy")
+    import tokenizers
+    import transformers
+    from typer.testing import CliRunner
+
+    from kvtier.cli.app import app
+    from tests.compact_models import VOCABULARY, tiny
+
+    monkeypatch.chdir(tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.chat_template = "{% for m in messages %}w1 {{ m.content }} w2 {% endfor %}w3"
+    tokenizer.save_pretrained("model")
+    tiny("llama").save_pretrained("model")
+    page, article = ROOT / "docs" / "compaction.md", " ".join(f"w{n}" for n in range(10, 90))
+    names = in_one_process(page, {"tokenizer": tokenizer, "article": article, "question": "w7 w8"})
+    assert Path("context.txt").read_text() == f"w1 {article}\n\n" and names["question_ids"] == [7, 8, 2, 3]
+    command = "compact model context.txt --method kvzip --ratio 0.8 --out context.safetensors"
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
+    found = in_one_process(page, {**names, "path": "model"}, which=1)
+    assert found["prefix"].tokens == 81 and 1 <= len(found["answer"]) <= 64
+
+
 def test_the_program_of_the_quick_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import transformers

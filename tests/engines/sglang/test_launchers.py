@@ -27,6 +27,7 @@ from kvtier.testing.redis_servers import kept_port
 START_S = 420.0  # half a minute on two idle cores
 END_S = 180.0  # SGLang looks for the signal every 5 s, then gives its workers a minute
 PAGE, PAGES = 16, 12
+ROWS = 80
 TOKENS = [(i * 13) % 500 + 5 for i in range(PAGE * PAGES + 8)]
 
 long = pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="make test-sglang-long")
@@ -111,10 +112,10 @@ class Server:
         """Forget the device's cache; SGLang refuses while a request is being wound up."""
         self._until(lambda: self.ask("POST", "/flush_cache")[0] == 200, 60.0, "did not flush its cache")
 
-    def stored(self, port: int) -> None:
-        """Wait until all pages of the prompt are in kvtier's disk."""
+    def stored(self, port: int, pages: int) -> None:
+        """Wait until so many pages, those of the prompt among them, are in kvtier's disk."""
         name = 'kvtier_tier_resident_pages{tier="nvme"}'
-        self._until(lambda: metrics(self, port).get(name, 0) >= PAGES, 60.0, "did not store its pages")
+        self._until(lambda: metrics(self, port).get(name, 0) >= pages, 60.0, "did not store its pages")
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
@@ -191,6 +192,39 @@ def host_memory_on_a_cpu(folder: Path) -> str:
     return os.pathsep.join([str(installed.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def compacted(folder: Path, model: Path) -> Path:
+    """A prefix for `model` of `ROWS` rows, and beside it a tokenizer of words ``w0``, ``w1`` and so on."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from .compact_examples import compact, drawn
+
+    compact(model, folder / "prefix.safetensors", [drawn(n, ROWS, 2) for n in range(4)])
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1").save_pretrained(folder / "words")
+    return folder / "prefix.safetensors"
+
+
+def ask_about(prefix: Path, server: Server, folder: Path, model: Path) -> None:
+    """The example's client asks about `prefix`; the answer begins as that of transformers."""
+    from kvtier.compression.compaction.artefact import CompactPrefix
+    from kvtier.connectors.transformers.compact_serving import CompactServing
+
+    from .compact_examples import model_of
+
+    words = [f"w{17 + 5 * n}" for n in range(20)]
+    asked = [f"http://127.0.0.1:{server.port}", str(folder / "words"), str(prefix), " ".join(words)]
+    client = Path(__file__).parents[3] / "examples" / "compacted_client.py"
+    done = subprocess.run([sys.executable, str(client), *asked], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stderr}\n{server.tail()}"
+    first, answer = done.stdout.splitlines()
+    assert first == f"{ROWS} rows stood for 200 tokens"
+    with CompactServing(model_of(model), CompactPrefix.load(prefix), model_name="tiny") as serving:
+        expected = serving.generate([[int(w[1:]) for w in words]], do_sample=False, min_new_tokens=8, max_new_tokens=8)
+    assert answer.split()[:8] == [f"w{n}" for n in expected[0, len(words) :].tolist()]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("launcher", "connector"),
@@ -203,7 +237,11 @@ def host_memory_on_a_cpu(folder: Path) -> str:
 )
 def test_a_prefix_comes_back_over_http(launch: Any, tiny: Path, tmp_path: Path, launcher: str, connector: str) -> None:
     port = kept_port()
-    flags = ["--kv-connector", connector, *config(tmp_path, http={"port": port})]
+    more: dict[str, Any] = {"http": {"port": port}}
+    prefix = compacted(tmp_path, tiny) if connector == "kvtier" and launcher == "serve" else None
+    if prefix is not None:
+        more["compacted"] = [str(prefix)]
+    flags = ["--kv-connector", connector, "--dtype", "float32", *config(tmp_path, **more)]
     environment: dict[str, str] = {}
     if connector == "kvtier-hicache":
         flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"]
@@ -212,7 +250,7 @@ def test_a_prefix_comes_back_over_http(launch: Any, tiny: Path, tmp_path: Path, 
     server.until_ready()
     first = server.generate("first")
     assert first["meta_info"]["cached_tokens"] == 0
-    server.stored(port)
+    server.stored(port, PAGES + (0 if prefix is None else ROWS // PAGE))
     server.flush()
     again = server.generate("again")
     assert again["output_ids"] == first["output_ids"]
@@ -222,6 +260,8 @@ def test_a_prefix_comes_back_over_http(launch: Any, tiny: Path, tmp_path: Path, 
     told = metrics(server, port)
     assert sum(n for name, n in told.items() if name.startswith("kvtier_hits_total")) == PAGES
     assert told['kvtier_errors_total{site="engine"}'] == 0
+    if prefix is not None:
+        ask_about(prefix, server, tmp_path, tiny)
 
     server.process.send_signal(signal.SIGTERM)
     server.ended(END_S)
@@ -242,8 +282,9 @@ def test_an_option_that_is_refused_ends_the_launcher(launch: Any, tiny: Path, tm
 @long
 @pytest.mark.parametrize("launcher", ["serve", "launch_server"])
 def test_what_a_worker_refuses_ends_the_launcher(launch: Any, tiny: Path, tmp_path: Path, launcher: str) -> None:
-    """Here the folder of a tier, which is a file: known when the tier is opened."""
-    (tmp_path / "kv").write_text("not a folder")
+    """Here the folder of a tier, in which something else lies: known when the tier is opened."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "notes.txt").write_text("not a tier")
     server = launch(launcher, tiny, "--kv-connector", "kvtier", *config(tmp_path))
     assert server.ended(START_S) != 0
     assert re.search(rf"kvtier\.errors\.\w+: .*{re.escape(shlex.quote(str(tmp_path / 'kv')))}", server.log.read_text())
