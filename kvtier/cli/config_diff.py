@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -142,8 +143,10 @@ def _part(part: str, old: dict[str, tuple[Any, Any]] | None, new: dict[str, tupl
 
 
 def _brief(options: dict[str, tuple[Any, Any]]) -> str:
+    from kvtier.cli.config_text import flow
+
     named = [
-        f"{name} {options[name][1]}"
+        f"{name} {flow(options[name][1])}"
         for name in ("path", "url", "capacity", "quant", "listen", "port")
         if name in options
     ]
@@ -178,6 +181,8 @@ def _consequence(part: str, option: str, old: Any, new: Any, a: Config, b: Confi
         if left:
             return (Effect.PLACE,), f"pages in {', '.join(left)} are not found; pages in directories that stay are"
         return (), "all directories stay, and their pages with them; each holds an equal share of the capacity"
+    if option == "capacity" and part == "tiers[host]" and new < old:
+        return (Effect.SHRINK,), "holds less from the next start on, when it begins empty in any case"
     if option == "capacity" and part.startswith("tiers[") and new < old:
         return (Effect.SHRINK,), "at the next start pages go until the rest fits: those used last stay"
     if part == "quantization_for_cold_page":
@@ -218,4 +223,13 @@ def _policies(config: Config) -> list[str]:
         PageSpec.mha(layers=1, kv_heads=1, head_dim=64, page_tokens=8, dtype=DType.BF16),
         PageSpec.mla(layers=1, page_tokens=64, dtype=DType.BF16),
     )
-    return [policy_of(open_codec(config, spec)).encoded() for spec in specs]
+    log = logging.getLogger(open_codec.__module__)
+    log.addFilter(_silent)  # what it tells of pages that are short is not about this engine's
+    try:
+        return [policy_of(open_codec(config, spec)).encoded() for spec in specs]
+    finally:
+        log.removeFilter(_silent)
+
+
+def _silent(record: logging.LogRecord) -> bool:
+    return False

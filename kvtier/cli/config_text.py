@@ -100,10 +100,11 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 def size_text(nbytes: int) -> str:
     """Exactly `nbytes`, in the largest unit that divides it: ``64GiB``, ``400GB``, ``4097B``."""
-    for base, suffix in ((1024, "iB"), (1000, "B")):
-        for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-            if nbytes and nbytes % base**power == 0 and (power > 1 or base == 1024):
-                return f"{nbytes // base**power}{letter}{suffix}"
+    binary = [(1024**power, f"{letter}iB") for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K"))]
+    decimal = [(1000**power, f"{letter}B") for power, letter in ((4, "T"), (3, "G"), (2, "M"))]
+    for unit, name in sorted(binary + decimal, reverse=True):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
     return f"{nbytes}B"
 
 

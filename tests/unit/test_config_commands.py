@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvtier import build
 from kvtier.cli import config_checks, config_init, main
 from kvtier.cli.config_presets import Preset
 from kvtier.cli.config_sources import LMCACHE_ATTENTION, LMCACHE_OWN
@@ -500,6 +501,20 @@ def test_a_difference_is_written_as_in_a_file(run: Run, write: Callable[..., str
     assert "tiers[nvme].path: [/b, /a] -> [/a]" in lines and "break_even: true -> false" in lines
     assert "2 differences; restart the engine to have them" in text and "not looked for in every place" in text
     assert "1 difference; restart the engine to have it" in run("diff", write(block()), write(block(lease="31s")))[1]
+    _, text, _ = run("diff", write(block(NVME)), write(block({**NVME, "capacity": "5GB"})))
+    assert "tiers[nvme].capacity: 8GiB -> 5GB" in text
+    _, text, _ = run("diff", write(block()), write(block(server={"listen": ["unix:/a"]})))
+    assert "server: (none) -> listen ['unix:/a']" in text
+
+
+def test_a_difference_of_the_form_tells_nothing_of_pages_that_are_not_there(
+    run: Run, write: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    build._tell_plain.cache_clear()
+    other = write(block(kv_cache_compression_config=[{**COLD, "quant": "nvfp4"}]))
+    assert "NOT found" in run("diff", write(block()), other)[1]
+    assert not caplog.records
+    build._tell_plain.cache_clear()
 
 
 def test_the_policies_behind_a_difference_are_the_real_ones() -> None:
