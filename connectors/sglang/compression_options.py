@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import CompressionOptions, load_live, parse_live
+from kvtier.connectors.sglang import options
 from kvtier.connectors.sglang.options import CONFIG_OPTION, CONNECTOR_OPTION, LINKER_MODULE, Excluded, refuse_excluded
 from kvtier.errors import ConfigError
 
@@ -57,18 +58,23 @@ def reference_of(given: Mapping[str, Any]) -> str | None:
     method for live caches. Looked up in our own option, then in the connector's configuration, whether the connector
     has translated that already or not. ConfigError where the option names no such method, or both do."""
     own, connector = given.get(OPTION), _connector_config(given)
-    of_connector = _reference(connector) if connector is not None and _options(connector).live else None
+    of_connector = _of_connector(connector) if connector is not None else None
     if own is None:
         return of_connector
-    block = {OPTION: own} if isinstance(own, Sequence) and not isinstance(own, str) else own
-    if not _options(block).live:
+    if isinstance(own, Mapping) or (isinstance(own, Sequence) and not isinstance(own, str)):
+        found = parse_live(own if isinstance(own, Mapping) else {OPTION: own})
+        reference = found.model_dump_json()
+    else:
+        reference = str(options.file_of(own, FLAG))
+        found = load_live(reference)
+    if not found.live:
         raise ConfigError(
             f"{FLAG} names no method that acts on a live cache: add {{algorithm: triattention, ...}}, or leave it out. "
             "Cold pages need --kv-connector kvtier"
         )
     if of_connector is not None:
         raise ConfigError(f"{FLAG} and the connector's configuration both name a method for live caches: leave one out")
-    return _reference(block)
+    return reference
 
 
 def check(given: Mapping[str, Any], reference: str) -> None:
@@ -104,12 +110,10 @@ def _connector_config(given: Mapping[str, Any]) -> Any:
     return None
 
 
-def _options(config: Any) -> CompressionOptions:
-    return parse_live(config) if isinstance(config, Mapping) else load_live(config)
-
-
-def _reference(config: Any) -> str:
+def _of_connector(config: Any) -> str | None:
     """A file by its absolute path, so that passwords in it stay there; of a block only the part for live caches."""
-    if isinstance(config, Mapping):
-        return _options(config).model_dump_json()
-    return str(Path(config).expanduser().resolve())
+    reference = options.reference_of(config)
+    found = options.resolve_config(reference).compression
+    if not found.live:
+        return None
+    return str(reference["config_file"]) if "config_file" in reference else found.model_dump_json()

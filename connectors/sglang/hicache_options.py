@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtier.connectors.sglang import options
 from kvtier.connectors.sglang.options import Excluded
+from kvtier.connectors.sglang.preflight import check_machine
 from kvtier.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def hicache_options(given: Mapping[str, Any]) -> dict[str, Any]:
     config = options.resolve_config(reference)
     options.check_waiting(config)
     options.settle_page_size(found, config)
+    check_machine(config, found)
     if found.get("hicache_storage_prefetch_policy") == "best_effort":
         _log.warning(
             "--hicache-storage-prefetch-policy best_effort: requests do not wait for pages that are on their way"

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, load_config, parse_config
+from kvtier.connectors.sglang.preflight import check_machine
 from kvtier.errors import ConfigError, SpecError
 from kvtier.spec import GROUP, DType, PageSpec
 
@@ -101,6 +102,7 @@ def linker_options(given: Mapping[str, Any]) -> dict[str, Any]:
     config_read = resolve_config(reference)
     check_waiting(config_read)
     settle_page_size(options, config_read)
+    check_machine(config_read, options)
     options["enable_unified_cache_external_linker"] = True
     options["unified_cache_external_linker_backend"] = "dynamic"
     options["unified_cache_external_linker_config"] = {
@@ -133,7 +135,10 @@ def resolve_config(reference: Mapping[str, Any]) -> Config:
 
 def check_waiting(config: Config) -> None:
     """A request must not be held for its pages until the engine itself gives it up."""
-    timeout_s = float(os.environ.get("SGLANG_REQ_WAITING_TIMEOUT", "-1"))
+    try:
+        timeout_s = float(os.environ.get("SGLANG_REQ_WAITING_TIMEOUT", "-1"))
+    except ValueError:
+        return  # SGLang says so, and has no timeout then
     if 0 < timeout_s <= config.promote_deadline:
         raise ConfigError(
             f"promote_deadline = {config.promote_deadline} s must be shorter than SGLANG_REQ_WAITING_TIMEOUT = "
@@ -169,4 +174,19 @@ def reference_of(config: Any) -> dict[str, Any]:
         return {}
     if isinstance(config, Mapping):
         return {"config": dict(config)}
-    return {"config_file": str(Path(config).expanduser().resolve())}
+    return {"config_file": str(file_of(config, "--kv-connector-config"))}
+
+
+def file_of(value: Any, flag: str) -> Path:
+    """The absolute path of the file that `flag` names. ConfigError for what can be none."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        raise ConfigError(
+            f"{flag} = {value[:40]!r}...: it takes the name of a file. Write the block into one, or give it as a "
+            "mapping from Python"
+        )
+    try:
+        return Path(value).expanduser().resolve()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{flag} = {value!r} names no file ({error}): give a YAML or JSON file, or a mapping from Python"
+        ) from None

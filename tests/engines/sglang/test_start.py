@@ -83,6 +83,87 @@ def test_a_mistake_in_the_config_file_is_named(tmp_path: Path) -> None:
         parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tiers: [{type: host, capacity: 1GiB}]\npromote_dedline: 2s\n", "promote_dedline.*promote_deadline"),
+        ("tiers: [{type: hots, capacity: 1GiB}]\n", "hots.*host"),
+        ("tiers: [{type: host}]\n", "capacity"),
+        ("promote_deadline: 2s\n", "tiers"),
+        ("", "'tiers'"),
+        ("tiers: [\n", "not YAML"),
+    ],
+)
+def test_what_is_wrong_in_the_config_file_is_one_line_with_the_way_out(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=rf"(?s)^error: .*{words}") as caught:
+        parse("--kv-connector", "kvtier", "--kv-connector-config", str(file))
+    assert "[type=" not in str(caught.value)  # what pydantic says to programmers
+
+
+@pytest.mark.parametrize("given", ['{"tiers": []}', "~nobody-of-that-name/kvtier.yaml", "nul\0byte", ""])
+def test_a_config_that_is_no_file_is_refused_by_name(given: str) -> None:
+    with pytest.raises(SystemExit, match=r"^error: "):
+        parse("--kv-connector", "kvtier", "--kv-connector-config", given)
+
+
+def test_the_config_file_is_found_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ~ in ``--kv-connector-config=~/kvtier.yaml`` alone, and Python in a keyword argument."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "kvtier.yaml").write_text("tiers: [{type: host, capacity: 1GiB}]\n")
+    args = parse("--kv-connector", "kvtier", "--kv-connector-config=~/kvtier.yaml")
+    told = args.unified_cache_external_linker_config["linker_extra_config"]
+    assert told == {"config_file": str(tmp_path / "kvtier.yaml")}
+
+
+@pytest.mark.parametrize("connector", ["kvtier", "kvtier-hicache"])
+def test_what_the_machine_cannot_give_is_told_before_the_model_is_loaded(
+    tmp_path: Path, connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import socket
+
+    from kvtier.connectors.sglang import preflight
+    from kvtier.testing.redis_servers import kept_port
+
+    def asked(block: str, *arguments: str) -> str:
+        file = tmp_path / "kvtier.yaml"
+        file.write_text(f"tiers: [{{type: host, capacity: 1GiB}}]\n{block}\n")
+        with pytest.raises(SystemExit) as caught:
+            parse("--kv-connector", connector, "--kv-connector-config", str(file), *arguments)
+        return str(caught.value)
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        told = asked(f"http: {{port: {port}}}", "--port", "1")
+        assert told.startswith(f"error: http port {port} on '127.0.0.1'") and "choose another port" in told, told
+    port = kept_port()
+    told = asked(f"http: {{port: {port}}}", "--port", str(port))
+    assert f"http port {port} is SGLang's own (--port {port})" in told, told
+    if connector == "kvtier":
+        told = asked(f"http: {{port: {port}}}", "--port", str(port + 1), "--tp-size", "2")
+        assert f"http port {port} + rank 1 is SGLang's own" in told, told
+
+    (tmp_path / "file").write_text("")
+    for path, words in (("file", "is a file"), ("file/below", "lies below")):
+        nvme = f"{{type: nvme, path: {tmp_path / path}, capacity: 1GiB}}"
+        (tmp_path / "kvtier.yaml").write_text(f"tiers: [{{type: host, capacity: 1GiB}}, {nvme}]\n")
+        with pytest.raises(SystemExit, match=rf"^error: nvme tier: path = .*{words}.*name a directory"):
+            parse("--kv-connector", connector, "--kv-connector-config", str(tmp_path / "kvtier.yaml"))
+    nvme = f"{{type: nvme, path: {tmp_path / 'new'}, capacity: 1GiB}}"
+    (tmp_path / "kvtier.yaml").write_text(f"tiers: [{{type: host, capacity: 1GiB}}, {nvme}]\n")
+    arguments = ("--kv-connector", connector, "--kv-connector-config", str(tmp_path / "kvtier.yaml"))
+    assert parse(*arguments).page_size == 64
+    refusing = SimpleNamespace(access=lambda *_: False, geteuid=os.geteuid, W_OK=os.W_OK, X_OK=os.X_OK)
+    monkeypatch.setattr(preflight, "os", refusing)  # root may write everywhere
+    with pytest.raises(SystemExit, match=r"^error: nvme tier: path = .*cannot write to .*install -d"):
+        parse(*arguments)
+    assert not (tmp_path / "new").exists()  # nothing is made
+
+
 @pytest.mark.parametrize("quant", ["nvfp4_offset", "nvfp4_token", "k8v4"])
 def test_a_form_that_cannot_hold_the_engines_pages_is_refused_by_name(quant: str, tmp_path: Path) -> None:
     file = tmp_path / "kvtier.yaml"
