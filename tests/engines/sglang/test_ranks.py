@@ -256,15 +256,23 @@ def test_ranks_that_lose_pages_at_random_decide_alike(tiny: Path, tmp_path: Path
     assert len(answers[0]) > 30 and any(restored for _, _, restored in answers[0])
 
 
-def share(rank: Rank) -> Any:
-    """All ranks of a host keep their pages in one cache server; one of them cannot reach it for a while."""
+def shared_block(folder: Path) -> dict[str, Any]:
     from .harness import config
 
-    prompts = [prompt(n) for n in range(2)]
     given = config()
-    given["tiers"].append({"type": "redis", "url": f"unix://{rank.folder / 'socket'}", "timeout": "60s"})
+    given["tiers"].append({"type": "redis", "url": f"unix://{folder / 'socket'}", "timeout": "60s"})
+    return given
+
+
+def share(rank: Rank) -> Any:
+    """All ranks of a host keep their pages in one cache server, in which an engine of one rank had its own; one of them
+    cannot reach it for a while."""
+    prompts = [prompt(n) for n in range(2)]
+    given = shared_block(rank.folder)
     first = rank.engine(given)
     scheduler = rank.scheduler(first)
+    scheduler.add("one rank's", prompts[0])
+    scheduler.run()
     computed = []
     for n, tokens in enumerate(prompts):
         computed.append(first.compute(tokens, seed=1000 * rank.rank + n, wait=False))
@@ -288,18 +296,31 @@ def share(rank: Rank) -> Any:
     return rank.decisions
 
 
-def test_ranks_of_a_host_share_a_cache_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.usefixtures("engine_hooks")
+def test_ranks_of_a_host_share_a_cache_server(start: Any, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """And an engine of one rank does not find pages of two there, nor they its own, though all are of one size."""
+    from .harness import same
     from .test_fault_tiers import Server
 
     pytest.importorskip("redis")
     folder = tmp_path_factory.mktemp("r")
+    whole = PAGES * PAGE
     server = Server(folder, "socket")
     try:
+        alone = start(tiny, shared_block(folder), page=PAGE)
+        computed = alone.compute(prompt(0), seed=77)
+        alone.close()
+        server.written(PAGES)
         answers = run_ranks(share, folder, tiny, tp=2)
+        again = start(tiny, shared_block(folder), page=PAGE)
+        others = again.admit(again.request("of two ranks", prompt(1)))
+        assert others.loaded == 0 and others.finish()
+        own = again.admit(again.request("own", prompt(0)))
+        assert own.loaded == whole and same(own.forward(), computed, whole) and own.finish()
+        again.close()
     finally:
         server.kill()
-    whole = PAGES * PAGE
-    assert answers[0] == answers[1] == [("whole", 0, whole), ("unreachable", 0, 0)]
+    assert answers[0] == answers[1] == [("one rank's", 0, 0), ("whole", 0, whole), ("unreachable", 0, 0)]
 
 
 def stored_bits_flipped(folder: Path) -> None:
