@@ -116,7 +116,8 @@ def test_layers_of_other_groups_keep_other_rows_in_the_same_slots(
     for n, bits in enumerate(found["kv"]):
         rotary = turned(seen[n]["rotary"], seen[n])[sets[n].kept[0]]
         rows = torch.cat([prefix.layers[n].rows["latent"][0], rotary], dim=1)
-        torch.testing.assert_close(bits.view(torch.bfloat16), rows.to(torch.bfloat16), rtol=1e-2, atol=1e-5)
+        # Of two forwards of the model: on another machine, or with other threads, they differ by some 1e-5.
+        torch.testing.assert_close(bits.view(torch.bfloat16), rows.to(torch.bfloat16), rtol=1e-2, atol=1e-4)
     hadamard = _create_hadamard_128_cpu().float() * 128**-0.5
     for n, bits in zip((0, 2, 3), found["index"], strict=True):
         raw, rotary_dim = seen[n]["index"], 2 * seen[n]["cos"].shape[1]
@@ -126,7 +127,7 @@ def test_layers_of_other_groups_keep_other_rows_in_the_same_slots(
         scales = bits[:, split:].contiguous().view(torch.float32).reshape(ROWS, 1)
         read = bits[:, :split].contiguous().view(torch.float8_e4m3fn).float().reshape(ROWS, 128) * scales
         assert float(((read - keys).abs() / scales).max()) <= 16.1  # half a step of e4m3 at its largest
-        torch.testing.assert_close(keys.abs().amax(dim=1), scales[:, 0] * 448, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(keys.abs().amax(dim=1), scales[:, 0] * 448, rtol=1e-4, atol=1e-6)
     assert engine.finish(restored)
     engine.assert_nothing_held()
     again = engine.admit(engine.request("plain", [0] * ROWS))
