@@ -166,6 +166,7 @@ class CacheServer:
             self._sweep_once()
 
     def _sweep_once(self) -> None:
+        self._clients.cut_strangers(self._options.client_timeout_s)
         try:
             self.keyspace.sweep()
         except Exception:  # noqa: BLE001 - logged; the next round tries again, and expired values are not served

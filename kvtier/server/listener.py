@@ -22,7 +22,7 @@ from kvtier.server.session import Session, Shared
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 128
+_BACKLOG = 1024
 _HANDSHAKE_S = 10.0
 _PAUSE_S = 0.1
 
@@ -35,6 +35,7 @@ class Clients:
         self._limit = limit
         self._changed = threading.Condition()
         self._open: dict[Session, threading.Thread] = {}
+        self._came: dict[Session, float] = {}  # those that have not said who they are, and since when they are here
         self._waiting = 0  # connections whose handshake is under way
         self._number = 0
         self._closing = False
@@ -67,6 +68,18 @@ class Clients:
             connected.close()
             with self._changed:
                 self._waiting -= 1
+
+    def cut_strangers(self, after_s: float) -> int:
+        """Cut off clients that have not said who they are for so long, whatever they send; how many. Call it now and
+        then."""
+        until = time.monotonic() - after_s
+        with self._changed:
+            for session in [session for session in self._came if session.user is not None]:
+                del self._came[session]
+            late = [session for session, came in self._came.items() if came < until]
+        for session in late:
+            session.cut()
+        return len(late)
 
     def drain(self, timeout_s: float) -> int:
         """Let every client finish the command at hand, for at most `timeout_s`, then cut them off; returns how many had
@@ -102,6 +115,8 @@ class Clients:
             with self._changed:
                 self._waiting -= 1
                 self._open[session] = threading.current_thread()
+                if session.user is None:
+                    self._came[session] = time.monotonic()
                 if self._closing:
                     session.drain()
             session.serve()
@@ -113,6 +128,7 @@ class Clients:
                     self._waiting -= 1
                 else:
                     self._open.pop(session, None)
+                    self._came.pop(session, None)
                     self._shared.stats.connected(-1)
                 self._changed.notify_all()
 
@@ -166,8 +182,9 @@ class Listener:
                     time.sleep(_PAUSE_S)  # out of descriptors, say: others will be closed
                 continue
             if connected.family != socket.AF_UNIX:
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                with contextlib.suppress(OSError):  # reset already: whoever reads from it will see
+                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._clients.take(connected, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix", self._secure)
 
     def _secure(self, connected: socket.socket) -> socket.socket:
@@ -184,6 +201,8 @@ class Listener:
                 if _somebody_listens(path):
                     raise ConfigError(f"listen = 'unix:{path}': another process listens there; choose another path")
                 path.unlink()  # left behind by a process that was killed
+            elif path.exists():
+                raise ConfigError(f"listen = 'unix:{path}': there is something that is no socket; choose another path")
             mask = os.umask(0o177)
             try:
                 bound.bind(str(path))
@@ -196,8 +215,8 @@ class Listener:
             if isinstance(e, ConfigError):
                 raise
             raise ConfigError(
-                f"listen = 'unix:{path}' cannot be listened on: {e.strerror or e}; choose a path of at most 107 bytes "
-                "in a directory that this user can write to"
+                f"listen = 'unix:{path}' cannot be listened on: {e.strerror or e}; choose a path in a directory "
+                "that this user can write to"
             ) from e
         except ConfigError:
             bound.close()

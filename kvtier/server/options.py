@@ -70,14 +70,20 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(self.cert.expanduser(), self.key.expanduser())
+            # A passphrase is given, and wrong: OpenSSL would ask the terminal for one, and wait.
+            context.load_cert_chain(self.cert.expanduser(), self.key.expanduser(), password="")
         except (OSError, ssl.SSLError) as e:
-            raise ConfigError(f"tls cert = {str(self.cert)!r} with key = {str(self.key)!r} cannot be used: {e}") from e
+            raise ConfigError(
+                f"tls_cert = {str(self.cert)!r} with tls_key = {str(self.key)!r} cannot be used: {e}; give PEM "
+                "files, the certificate with its chain and the key that belongs to it, without a passphrase"
+            ) from e
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca.expanduser())
             except (OSError, ssl.SSLError) as e:
-                raise ConfigError(f"tls client_ca = {str(self.client_ca)!r} cannot be used: {e}") from e
+                raise ConfigError(
+                    f"tls_client_ca = {str(self.client_ca)!r} cannot be used: {e}; give a PEM file with certificates"
+                ) from e
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 

@@ -340,6 +340,28 @@ def test_nothing_without_a_password(tenants: CacheServer) -> None:
             assert client.ping()
 
 
+def test_who_says_nothing_of_itself_is_cut_off_however_slowly_it_speaks(tmp_path: Path) -> None:
+    """A byte now and then keeps every read short, and would keep a connection for good."""
+    (tmp_path / "password").write_text("secret")
+    server = start(tmp_path, password_file=str(tmp_path / "password"), client_timeout="1s")
+    where = server.listening[0].path
+    assert where is not None
+    with client_of(server, password="secret") as known, socket.socket(socket.AF_UNIX) as stranger:
+        assert known.ping()
+        stranger.connect(str(where))
+        stranger.settimeout(0.05)
+        give_up = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() < give_up:
+                stranger.send(b"A")
+                with contextlib.suppress(TimeoutError):  # it is not answered, and not cut off yet
+                    if not stranger.recv(1):
+                        break
+        assert time.monotonic() < give_up, "still there"
+        assert known.ping(), "who is known may be silent"
+    server.stop()
+
+
 def test_a_user_sees_and_touches_only_its_own(tenants: CacheServer) -> None:
     alice = client_of(tenants, username="alice", password="alice-secret")
     bob = client_of(tenants, username="bob", password="bob-secret")
@@ -651,6 +673,9 @@ def test_redis_cli_and_redis_benchmark_work_unchanged(tmp_path: Path) -> None:
         (["--host-capacity", "4GiB", "--http", "9404"], "must be HOST:PORT"),
         (["--host-capacity", "4GiB", "--password-file", "/nowhere"], "cannot be read"),
         (["--config", "/nowhere", "--nvme", "a:1GiB"], "already says everything"),
+        (["--config", "/nowhere", "--max-connections", "0"], "already says everything"),
+        (["--host-capacity", "4GiB", "--max-connections", "0"], "greater than or equal to 1"),
+        (["--host-capacity", "4GiB", "--tls-client-ca", "/nowhere"], "asks nobody for a certificate"),
     ],
 )
 def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -668,6 +693,46 @@ def test_a_unix_socket_is_for_its_owner_and_for_one_server(server: CacheServer, 
     with pytest.raises(ConfigError, match="another process listens there"):
         start(tmp_path, listen=[f"unix:{path}"])
     assert client_of(server).ping()
+
+
+def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "k.sock").write_text("mine")
+    with pytest.raises(ConfigError, match="no socket; choose another path"):
+        start(tmp_path)
+    assert (tmp_path / "k.sock").read_text() == "mine"
+
+
+def test_clients_that_come_all_at_once_need_not_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as Redis' clients are used to wait in line, also where they do not wait for their own connecting."""
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 1024:
+        pytest.skip("this kernel lets fewer connections wait: sysctl net.core.somaxconn")
+    server = start(tmp_path)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def wait(self: Any, connected: socket.socket, *_: Any) -> None:
+        busy.set()
+        go_on.wait(PATIENCE_S)
+        connected.close()
+
+    monkeypatch.setattr("kvtier.server.listener.Clients.take", wait)
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            one.connect(str(tmp_path / "k.sock"))
+        assert busy.wait(PATIENCE_S)
+        go_on.set()
+    server.stop()
+
+
+def test_a_key_with_a_passphrase_asks_nobody_for_it(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: apt-get install openssl")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:x", "-keyout", "key.pem", "-out"]
+    subprocess.run([*command, "cert.pem", "-subj", "/CN=x"], cwd=tmp_path, check=True, capture_output=True)
+    files: dict[str, Any] = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+    with pytest.raises(ConfigError, match="without a passphrase"):
+        start(tmp_path, listen=["tls:127.0.0.1:0"], **files)
 
 
 def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:

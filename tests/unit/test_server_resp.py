@@ -6,12 +6,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.kernels import _native
 from kvtier.server import resp
@@ -316,6 +318,18 @@ def test_where_to_listen(text: str, local: bool) -> None:
 def test_where_not_to_listen(text: str) -> None:
     with pytest.raises(ConfigError, match="listen"):
         Listen.parse(text)
+
+
+def test_an_empty_prefix_is_refused(tmp_path: Path) -> None:
+    """Every key begins with nothing: the user would see them all."""
+    (tmp_path / "secret").write_text("x")
+    user = {"name": "a", "password_file": str(tmp_path / "secret"), "prefixes": ["a:", ""]}
+    block = parse_config(
+        {"tiers": [{"type": "host", "capacity": "1MiB"}], "server": {"listen": ["unix:x.sock"], "users": [user]}}
+    )
+    assert block.server is not None
+    with pytest.raises(ConfigError, match="leave prefixes out"):
+        ServerOptions.of(block.server)
 
 
 def test_what_must_not_be() -> None:
