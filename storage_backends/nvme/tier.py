@@ -33,7 +33,7 @@ from kvtier.abc.tier import (
 )
 from kvtier.errors import ClosedError, ConfigError, SpecError, TierPathError
 from kvtier.keys import checksum
-from kvtier.storage_backends.nvme.aligned import BouncePool, copy, extended, is_aligned, zero
+from kvtier.storage_backends.nvme.aligned import copy
 from kvtier.storage_backends.nvme.device import Device
 from kvtier.storage_backends.nvme.directory import TierDirectory
 from kvtier.storage_backends.nvme.health import Health
@@ -44,6 +44,7 @@ from kvtier.storage_backends.nvme.probe import PROBE_BYTES, try_writing
 from kvtier.storage_backends.nvme.ranked import RankedTable
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
+from kvtier.storage_backends.nvme.transfers import SlotTransfers
 from kvtier.storage_backends.nvme.workers import Workers
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
@@ -111,7 +112,7 @@ class NvmeTier(Tier):
         self._table = RankedTable(self._segments.regions, largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
-        self._bounce = BouncePool()
+        self._transfers = SlotTransfers(self._segments)
         self._readers = Workers(io_threads, f"kvtier-{name}-read")
         self._writers = Workers(io_threads, f"kvtier-{name}-write")
         self._io_threads = io_threads
@@ -352,25 +353,12 @@ class NvmeTier(Tier):
     def _write(self, item: PutItem, offset: int) -> bool:
         try:
             with self.health.transfer():
-                self._write_slot(item, offset)
+                self._transfers.write(item, offset)
         except OSError as error:
             self.health.write_failed("write", error)
             return False
         self.health.worked("write")
         return True
-
-    def _write_slot(self, item: PutItem, offset: int) -> None:
-        nbytes = item.meta.nbytes
-        slot_bytes = slot_bytes_of(nbytes)
-        if not self._segments.direct or (nbytes == slot_bytes and is_aligned(item.data)):
-            self._segments.write(offset, item.data)
-        elif item.padded and is_aligned(item.data):
-            self._segments.write(offset, extended(item.data, slot_bytes))
-        else:
-            with self._bounce.buffer(slot_bytes) as buffer:
-                copy(buffer, item.data)
-                zero(buffer[nbytes:])
-                self._segments.write(offset, buffer)
 
     # ---- reading
 
@@ -385,12 +373,12 @@ class NvmeTier(Tier):
         record = out[: meta.nbytes]
         try:
             with self.health.transfer():
-                whole = self._read(slot.offset, out, meta.nbytes)
+                whole = self._transfers.read(slot.offset, out, meta.nbytes)
             if whole and checksum(record, key) == meta.checksum:
                 self.health.worked("read")
                 return GetResult(GetStatus.HIT, meta)
             # Once more, into memory that nobody else can touch, before a page is given up.
-            with self._bounce.buffer(slot_bytes_of(meta.nbytes)) as buffer:
+            with self._transfers.aligned(slot_bytes_of(meta.nbytes)) as buffer:
                 again = buffer[: meta.nbytes]
                 with self.health.transfer():
                     whole = self._segments.read(slot.offset, buffer) >= meta.nbytes
@@ -403,18 +391,6 @@ class NvmeTier(Tier):
             self._unread[key] = self._unread.get(key, 0) + 1
             return GetResult(GetStatus.FAILED)
         return GetResult(GetStatus.CORRUPT)
-
-    def _read(self, offset: int, out: memoryview, nbytes: int) -> bool:
-        """Read a record to the start of `out`; False where the file has not all of it."""
-        slot_bytes = slot_bytes_of(nbytes)
-        if not self._segments.direct:
-            return self._segments.read(offset, out[:nbytes]) == nbytes
-        if len(out) >= slot_bytes and is_aligned(out):
-            return self._segments.read(offset, out[:slot_bytes]) >= nbytes
-        with self._bounce.buffer(slot_bytes) as buffer:
-            whole = self._segments.read(offset, buffer) >= nbytes
-            copy(out, buffer[:nbytes])
-        return whole
 
     def _after_reading(
         self,
@@ -480,7 +456,7 @@ class NvmeTier(Tier):
     def _probe(self) -> None:
         """Raise OSError where the device still fails. Writes what waits for the log, too."""
         self._index.flush(self._index.queued)
-        with self._bounce.buffer(PROBE_BYTES) as buffer:
+        with self._transfers.aligned(PROBE_BYTES) as buffer:
             try_writing(self._device, self.path, buffer)
             self._segments.read(0, buffer[:SLOT_ALIGN])
 
