@@ -156,7 +156,9 @@ class _File:
         new = self.path.with_suffix(".new")
         data = b"".join(map(_record, pages))
         try:
-            new.write_bytes(data)
+            new.unlink(missing_ok=True)
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(data)
             replaced = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as e:
             return e

@@ -39,6 +39,19 @@ def test_what_was_voided_is_known_after_a_crash(path: Path) -> None:
     found.close()
 
 
+def test_it_is_for_its_owner_alone(path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        log = Voided([path])
+        assert path.stat().st_mode & 0o777 == 0o600
+        log.close()
+        path.chmod(0o644)  # as earlier releases left it
+        again(path).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize("damage", ["torn", "flipped", "foreign"])
 def test_a_damaged_end_is_cut_off_and_written_over(path: Path, damage: str) -> None:
     log = Voided([path])
