@@ -103,13 +103,15 @@ def score_dense(
         scores.copy_(state["scores"])
         done = int(state["done"])
     prefix = protected_positions(tokens, system_tokens) if options.prefix_tokens is None else options.prefix_tokens
-    before = snapshot(cache)
+    before, layers = snapshot(cache), geometry.compactable_layers
     for number, chunk in enumerate(chunks):
         if number < done:
             continue
         first = min(prefix, chunk.start)
 
-        def consume(layer: int, queries: LayerQueries, first: int = first, chunk: Any = chunk) -> None:
+        def consume(
+            layer: int, queries: LayerQueries, first: int = first, chunk: Any = chunk, at: int = number
+        ) -> None:
             keys = family.read(cache, layer).keys
             n = queries.queries.shape[1]
             seen = torch.cat([keys[:, :first], keys[:, chunk.start : chunk.end], keys[:, -n:]], dim=1)
@@ -124,16 +126,16 @@ def score_dense(
             scores[layer, :, chunk.start : chunk.end] = (
                 over_groups(_finite(best, layer), geometry.kv_heads).float().cpu()
             )
+            if progress is not None:
+                progress(at * len(layers) + layers.index(layer) + 1, len(chunks) * len(layers), "repeating the context")
 
         try:
-            with family.capture(geometry.compactable_layers, consume):
+            with family.capture(layers, consume):
                 _feed(family, cache, chunk.fed)
         finally:
             restore(cache, before)
         if checkpoint is not None:
             checkpoint({"scores": scores, "done": torch.tensor(number + 1)})
-        if progress is not None:
-            progress(number + 1, len(chunks), "repeating the context")
     return scores
 
 

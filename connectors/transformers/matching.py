@@ -159,7 +159,11 @@ class _Matching:
     def run(self, state: State | None, checkpoint: Checkpoint | None, progress: Progress | None) -> Compaction:
         start = time.perf_counter()
         plan, layers = self._plan, self._geometry.layers
-        steps = [LayerSteps(self._family, self._cache, s.token_ids) for s in self._sequences]
+        steps = []
+        for sequence in self._sequences:
+            steps.append(LayerSteps(self._family, self._cache, sequence.token_ids))
+            if progress is not None:
+                progress(len(steps), len(self._sequences), "reading what is fitted to")
         self._given = [s.first() for s in steps]
         self._chosen = [None] * len(steps)
         if state is not None:

@@ -242,15 +242,6 @@ def _print(manifest: Manifest, told: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def progress_bar(console: Any) -> Any:
-    """A bar that tells what is done, how much of it, and the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )
-
-
 def import_torch() -> Any:
     """torch, with transformers there as well, or the error that names the extra."""
     try:

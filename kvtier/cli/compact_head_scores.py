@@ -10,9 +10,8 @@ from kvtier.errors import ConfigError
 def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype: str) -> tuple[int, int]:
     """Write the largest KVzip score of each head as `out`; the number of layers and of KV heads. Raises ConfigError for
     a model whose cache has no KV heads to choose from."""
-    from rich.console import Console
-
-    from kvtier.cli.compact import import_torch, progress_bar
+    from kvtier.cli.compact import import_torch
+    from kvtier.cli.compact_progress import shown
     from kvtier.cli.compact_run import load_model, load_tokenizer, read_tokens
 
     import_torch()
@@ -27,15 +26,10 @@ def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype
     token_ids = read_tokens(text, tokenizer)
     if system_tokens >= len(token_ids):
         raise ConfigError(f"--system-tokens {system_tokens}: the text has {len(token_ids)} tokens")
-    model = load_model(model_name, dtype)
-    family = family_of(model)
-    kvzip.check_selector(family, "head")
-    with progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=label)
-
+    with shown("loading the model") as show:
+        model = load_model(model_name, dtype)
+        family = family_of(model)
+        kvzip.check_selector(family, "head")
         cache = prefill(model, token_ids, progress=show)
         prompts = kvzip.repeat_prompts(tokenizer)
         scores = kvzip.score_dense(family, cache, token_ids, prompts, system_tokens=system_tokens, progress=show)

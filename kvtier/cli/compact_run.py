@@ -46,9 +46,8 @@ class Job:
     def run(self) -> float:
         """Write the file; the seconds that compacting took. Raises ConfigError for options that cannot work, before the
         model is run where possible."""
-        from rich.console import Console
-
-        from kvtier.cli.compact import import_torch, progress_bar
+        from kvtier.cli.compact import import_torch
+        from kvtier.cli.compact_progress import shown
 
         _text("CONTEXT", self.context)  # before the model is loaded
         import_torch()
@@ -69,21 +68,14 @@ class Job:
         self._check_system(len(token_ids), ratio)
         given = [] if self.given is None else read_lines(self.given, tokenizer)
         head_scores = None if self.head_scores is None else read_head_scores(self.head_scores)
-        model = load_model(self.model, self.dtype)
-        family = family_of(model)
         asked = Recipe(self.method, ratio, self.selector, self.seed, self.queries)
-        recipe = compact_methods.complete(asked, family)
-        identity = identity_of(model, self.name, folder=folder_of(self.model))
-        kept = (
-            None if self.work is None else Work.open(self.work, self._key(identity.weights, token_ids, recipe, given))
-        )
-        started = time.perf_counter()
-        with progress_bar(Console(stderr=True)) as bar:
-            task = bar.add_task("", total=None)
-
-            def show(done: int, total: int, label: str) -> None:
-                bar.update(task, completed=done, total=total, description=label)
-
+        with shown("loading the model") as show:
+            model = load_model(self.model, self.dtype)
+            recipe = compact_methods.complete(asked, family_of(model))
+            identity = identity_of(model, self.name, folder=folder_of(self.model))
+            key = self._key(identity.weights, token_ids, recipe, given)
+            kept = None if self.work is None else Work.open(self.work, key)
+            started = time.perf_counter()
             context = compact_methods.Context.read(
                 model, tokenizer, token_ids, system_tokens=self.system_tokens, progress=show
             )

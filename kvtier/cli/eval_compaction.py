@@ -111,20 +111,16 @@ def _measure(
 ) -> None:
     from rich.console import Console
 
-    from kvtier.cli.compact import progress_bar
+    from kvtier.cli.compact_progress import shown
     from kvtier.cli.demo_model import ensure_model
     from kvtier.cli.eval_compaction_report import records, write
 
     console = Console(stderr=True)
     if not plan.model:
         ensure_model(console=console)  # once, before several processes would
-    with progress_bar(console) as bar:
-        task = bar.add_task("measuring", total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        spread(plan, folder, processes, show, None if minutes is None else 60 * minutes)
+    with shown("measuring") as show:
+        limit_s = None if minutes is None else 60 * minutes
+        spread(plan, folder, processes, lambda done, total: show(done, total, "measuring"), limit_s)
     measured = collect(plan, folder)
     if not measured:
         raise ConfigError(f"--minutes {minutes}: no context was done by every method; give more, or go on with --work")

@@ -146,6 +146,8 @@ def test_an_interrupted_pass_goes_on_where_it_was(name: str, monkeypatch: pytest
     expected = score(progress=lambda done, total, label: told.append((done, total, label)))
     assert told[-1][0] == told[-1][1] and told == sorted(told)
     repeated = [label for _, _, label in told].count("repeating the context")
+    if name == "llama":  # which tells each layer of a chunk
+        repeated //= family.geometry.layers
 
     saved: dict[str, torch.Tensor] = {}
 
