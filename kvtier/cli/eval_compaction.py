@@ -132,8 +132,8 @@ def _measure(
         return
     from rich.table import Table
 
-    shown = ("method", "ratio", "nll", "nll_spread", "accuracy", "accuracy_spread", *JSON_KEYS[4:])
-    table = Table(*shown, title="answers from compacted contexts")
+    columns = ("method", "ratio", "nll", "nll_spread", "accuracy", "accuracy_spread", *JSON_KEYS[4:])
+    table = Table(*columns, title="answers from compacted contexts")
     for row in rows:
-        table.add_row(*(str(row[key]) for key in shown))
+        table.add_row(*(str(row[key]) for key in columns))
     Console().print(table)

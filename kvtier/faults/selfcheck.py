@@ -20,7 +20,7 @@ class UnverifiedTier(NvmeTier):
 
     def _get(self, key: bytes, slot: Slot, meta: PageMeta, out: memoryview, until: float | None) -> GetResult:
         del key, until
-        self._read(slot.offset, out, meta.nbytes)
+        self._transfers.read(slot.offset, out, meta.nbytes)
         return GetResult(GetStatus.HIT, meta)
 
 
