@@ -7,11 +7,13 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.config import Config, HttpConfig, NvmeTierConfig
 from kvtier.errors import ConfigError, TierPathError
-from kvtier.server.http import HttpOptions
+
+if TYPE_CHECKING:
+    from kvtier.server.http import HttpOptions
 
 
 def check_machine(config: Config, given: Mapping[str, Any]) -> None:
@@ -25,6 +27,8 @@ def check_machine(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _check_ports(http: HttpConfig, given: Mapping[str, Any]) -> None:
+    from kvtier.server.http import HttpOptions  # only for who has a port: every process of SGLang loads this module
+
     options = HttpOptions.of(http)
     options.check_exposure(options.token() is not None)
     ranks = _number(given, "tp_size") * _number(given, "pp_size") // _number(given, "nnodes")
