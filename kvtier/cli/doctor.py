@@ -90,8 +90,8 @@ def print_finding(finding: Finding) -> None:
     line = Text()
     line.append(f"{mark:<5}", style=style)
     line.append(f"{finding.what}: ", style="bold")
-    line.append(finding.text)
+    # One line each, for whoever reads or greps it: messages of libraries have more.
+    line.append(" ".join(finding.text.splitlines()))
     if finding.fix:
-        line.append(f" -> {finding.fix}", style=style)
-    # One line each, for whoever reads or greps it.
+        line.append(f" -> {' '.join(finding.fix.splitlines())}", style=style)
     Console(soft_wrap=True, highlight=False).print(line)

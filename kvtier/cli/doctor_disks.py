@@ -63,6 +63,10 @@ def check_directories(config: NvmeTierConfig) -> Iterator[Finding]:
 
 def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -> Iterator[Finding]:
     """sharing: how many of the tier's directories are on this one's device."""
+    for link in (path, *path.parents):
+        if link.is_symlink() and not _there(link):
+            yield bad(what, f"{link} is a link to nothing", "make it point to a directory, or name another path")
+            return
     existing = _existing(path)
     if not existing.is_dir():
         yield bad(what, f"{existing} is a file", "name a directory, it is made if missing")
@@ -155,6 +159,14 @@ def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def _there(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError:  # what it points to is not there, or it points to itself
+        return False
+    return True
 
 
 def _device(path: Path) -> int:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 _WAY_OUT = re.compile(
-    r"[;:] (?=(?:apt-get|choose|did you mean|end|give|install|leave|list|lower|make|name|pip|put|raise|remove|run|set"
-    r"|stop|use)\b)"
+    r"[;:] (?=(?:add|apt-get|choose|did you mean|end|give|install|leave|list|lower|make|name|pip|put|raise|remove|run"
+    r"|set|stop|use)\b)"
 )
 _ANOTHER_MISTAKE = re.compile(r"; (?:unknown )?option '")
 

@@ -5,23 +5,30 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.cli.doctor_line import Finding, bad, good, nothing, size, warning
-from kvtier.config import Config, NvmeTierConfig, RedisTierConfig
+from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
 
 _SHM_LOW_BYTES = 1 << 30
 _FILES_LOW = 1024
+_HUGE_BYTES = 2 << 20
+_HUGE_2MIB = "/sys/kernel/mm/hugepages/hugepages-2048kB"
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
-    host_bytes = config.tiers[0].capacity if config.tiers[0].type == "host" else 0
-    yield _memory(host_bytes)
+    host = config.tiers[0] if isinstance(config.tiers[0], HostTierConfig) else None
+    host_bytes = 0 if host is None else host.capacity
+    reserved = host is not None and host.huge_pages == "reserved"
+    yield _reserved_memory(host_bytes) if reserved else _memory(host_bytes)
     yield _memlock(host_bytes)
     yield _shared_memory()
-    yield _huge_pages()
+    yield _huge_pages(reserved)
+    if host is not None and host.budget is not None:
+        yield _budget(host.budget.path.expanduser())
     yield _open_files(config)
     yield _clock(config)
 
@@ -40,6 +47,19 @@ def _memory(host_bytes: int) -> Finding:
             text,
             "lower the host tier's capacity, or stop what uses the memory (an engine that runs already does)",
         )
+    return good(what, text)
+
+
+def _reserved_memory(host_bytes: int) -> Finding:
+    what = "memory"
+    wanted = -(-host_bytes // _HUGE_BYTES)
+    total, free = (int(_read(f"{_HUGE_2MIB}/{name}").strip() or 0) for name in ("nr_hugepages", "free_hugepages"))
+    text = f"host tier {size(host_bytes)} in {wanted} huge pages of 2 MiB; {free} of {total} reserved ones free"
+    if wanted > total:
+        fix = f"sysctl vm.nr_hugepages={wanted}, in Kubernetes hugepages-2Mi; or leave huge_pages out"
+        return bad(what, text, fix)
+    if wanted > free:
+        return warning(what, text, "see who uses them (an engine that runs already does), or reserve more")
     return good(what, text)
 
 
@@ -92,7 +112,8 @@ def _shared_memory() -> Finding:
     return good(what, text)
 
 
-def _huge_pages() -> Finding:
+def _huge_pages(used: bool) -> Finding:
+    """used: whether the host tier takes reserved ones."""
     what = "huge pages"
     mode = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     reserved = [line for line in _read("/proc/meminfo").splitlines() if line.startswith("HugePages_Total")]
@@ -107,13 +128,26 @@ def _huge_pages() -> Finding:
             f"{text}: large host tiers start and copy more slowly",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
-    if idle:
+    if idle and not used:
         return warning(
             what,
-            f"{text}: kvtier does not use reserved ones, their memory is lost to it",
-            "sysctl vm.nr_hugepages=0, unless another program needs them",
+            f"{text}: their memory is lost to a host tier that does not use them",
+            "set huge_pages: reserved for the host tier, or, if nobody else needs them, sysctl vm.nr_hugepages=0",
         )
     return good(what, text)
+
+
+def _budget(path: Path) -> Finding:
+    what = "budget"
+    if path.exists():
+        if path.is_file() and os.access(path, os.R_OK | os.W_OK):
+            return good(what, f"{path} is there")
+        return bad(what, f"{path} cannot be used", "name a file that this user can write, or remove it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return good(what, f"{path} can be made")
+    except OSError as error:
+        return bad(what, f"{path} cannot be made: {error.strerror}", "name a file such as /dev/shm/kvtier-budget")
 
 
 def _open_files(config: Config) -> Finding:

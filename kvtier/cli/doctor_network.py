@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.abc.codec import Form
@@ -27,7 +30,6 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import checksum
 
 if TYPE_CHECKING:
-    from kvtier.server.options import Listen
     from kvtier.storage_backends.redis.discovery import ServerFacts
     from kvtier.storage_backends.redis.options import Address, RedisOptions
 
@@ -185,13 +187,10 @@ def check_server(config: ServerConfig) -> Iterator[Finding]:
         certificate = decode(str(options.tls.cert)) if decode is not None else {}
         yield _expiry("server TLS", str(options.tls.cert), certificate)
     for where in options.listen:
-        folder = where.path.parent if where.path is not None else None
-        if folder is not None and not os.access(folder, os.W_OK):
-            yield bad(what, f"{where}: {folder} cannot be written", f"make {folder} writable for user {os.geteuid()}")
-        elif _taken(where):
-            yield _somebody(what, str(where))
+        if where.path is None:
+            yield _address(what, str(where), where.host, where.port)
         else:
-            yield good(what, f"{where}: free")
+            yield _socket_path(what, str(where), where.path)
 
 
 def check_http(config: Config) -> Iterator[Finding]:
@@ -210,10 +209,53 @@ def check_http(config: Config) -> Iterator[Finding]:
         yield bad("metrics", f"token_file {token} cannot be read", f"make {token} readable for user {os.geteuid()}")
         return
     where = f"{config.http.host}:{config.http.port or '(any free port)'}"
-    if config.http.port and _answers((config.http.host, config.http.port)):
-        yield _somebody("metrics", where)
-    else:
-        yield good("metrics", where)
+    yield _address("metrics", where, config.http.host, config.http.port)
+
+
+def _address(what: str, where: str, host: str, port: int) -> Finding:
+    """Whether one could listen there."""
+    if port and _answers((host, port)):
+        return _somebody(what, where)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return _somebody(what, where)
+        fix = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        if error.errno == errno.EACCES:
+            fix = "choose a port from 1024 up"
+        return bad(what, f"{where}: cannot be listened on: {error.strerror}", fix)
+    return good(what, f"{where}: free")
+
+
+def _socket_path(what: str, where: str, path: Path) -> Finding:
+    """Whether a socket could be made there."""
+    if path.exists() and not path.is_socket():
+        return bad(what, f"{where}: there is something that is no socket", "choose another path")
+    if _answers(str(path)):
+        return _somebody(what, where)
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:  # the server makes what is missing
+        folder = folder.parent
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix=".kvtier-doctor-", dir=folder) as place,
+            socket.socket(socket.AF_UNIX) as tried,
+        ):
+            here = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            try:  # by a name that is short enough whatever the folder is called
+                tried.bind(f"/proc/self/fd/{here}/s")
+            finally:
+                os.close(here)
+    except OSError as error:
+        return bad(
+            what, f"{where}: no socket can be made in {folder}: {error.strerror}",
+            f"make {folder} writable for user {os.geteuid()}, or choose another path",
+        )  # fmt: skip
+    return good(what, f"{where}: free")
 
 
 def _somebody(what: str, where: str) -> Finding:
@@ -221,12 +263,6 @@ def _somebody(what: str, where: str) -> Finding:
     return warning(
         what, f"{where}: somebody listens there", "if it is not what this configuration started, choose another place"
     )
-
-
-def _taken(where: Listen) -> bool:
-    if where.path is not None:
-        return _answers(str(where.path))
-    return bool(where.port) and _answers((where.host, where.port))
 
 
 def _answers(address: str | tuple[str, int]) -> bool:

@@ -71,7 +71,7 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             # A passphrase is given, and wrong: OpenSSL would ask the terminal for one, and wait.
-            context.load_cert_chain(self.cert.expanduser(), self.key.expanduser(), password="")
+            context.load_cert_chain(self.cert, self.key, password="")
         except (OSError, ssl.SSLError) as e:
             raise ConfigError(
                 f"tls_cert = {str(self.cert)!r} with tls_key = {str(self.key)!r} cannot be used: {e}; give PEM "
@@ -79,7 +79,7 @@ class ServerTls:
             ) from e
         if self.client_ca is not None:
             try:
-                context.load_verify_locations(self.client_ca.expanduser())
+                context.load_verify_locations(self.client_ca)
             except (OSError, ssl.SSLError) as e:
                 raise ConfigError(
                     f"tls_client_ca = {str(self.client_ca)!r} cannot be used: {e}; give a PEM file with certificates"
@@ -131,7 +131,8 @@ class ServerOptions:
                 )
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
-            tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+            ca = None if config.tls_client_ca is None else config.tls_client_ca.expanduser()
+            tls = ServerTls(config.tls_cert.expanduser(), config.tls_key.expanduser(), ca)
         options = ServerOptions(
             listen=tuple(Listen.parse(text) for text in config.listen),
             users=Users(users, password),

@@ -227,6 +227,53 @@ def test_limits_are_told_with_their_fix(tmp_path: Path, monkeypatch: pytest.Monk
     assert findings["/dev/shm"].state is State.WARNING and "--shm-size" in findings["/dev/shm"].fix
 
 
+def test_reserved_huge_pages_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+    files = {"/proc/meminfo": "HugePages_Total: 40\n", "/sys/kernel/mm/transparent_hugepage/enabled": "[always] never"}
+    monkeypatch.setattr(doctor_machine, "_read", lambda path: files.get(path, ""))
+    host = {"type": "host", "capacity": "64MiB", "huge_pages": "reserved"}
+    for total, free, state in ((40, 40, State.GOOD), (40, 5, State.WARNING), (31, 31, State.BAD), ("", "", State.BAD)):
+        files |= {f"{folder}/nr_hugepages": f"{total}\n", f"{folder}/free_hugepages": f"{free}\n"}
+        found = {f.what: f for f in doctor_machine.check_machine(parse_config({"tiers": [host]}))}
+        assert found["memory"].state is state, (total, free)
+        assert found["huge pages"].state is State.GOOD
+    assert "vm.nr_hugepages=32" in found["memory"].fix
+    found = {f.what: f for f in doctor_machine.check_machine(parse_config({"tiers": [HOST]}))}
+    assert found["huge pages"].state is State.WARNING and "huge_pages: reserved" in found["huge pages"].fix
+
+
+def test_a_budget_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    for path, state in (
+        (tmp_path / "budget", State.GOOD), (tmp_path, State.BAD), (Path("/proc/budget"), State.BAD),
+        (tmp_path / "nowhere" / "budget", State.BAD),
+    ):  # fmt: skip
+        host = {"type": "host", "capacity": "4MiB", "budget": {"path": str(path), "capacity": "8MiB"}}
+        found = {f.what: f for f in doctor_machine.check_machine(parse_config({"tiers": [host]}))}
+        assert found["budget"].state is state, path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for path in (tmp_path / "loop", tmp_path / "loop" / "below", tmp_path / "gone"):
+        (finding,) = about(list(doctor_disks.check_directories(tier_of(path))), "nvme")
+        assert finding.state is State.BAD and "link to nothing" in finding.text, path
+
+
+def tier_of(path: Path) -> NvmeTierConfig:
+    tier = parse_config({"tiers": [HOST, nvme(path)]}).tiers[1]
+    assert isinstance(tier, NvmeTierConfig)
+    return tier
+
+
+def test_every_finding_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "kvtier.yaml").write_text("{{{{")
+    answer = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "kvtier.yaml")])
+    assert answer.exit_code == 1
+    assert len(answer.stdout.splitlines()) == 2 and "not YAML" in answer.stdout
+
+
 def test_messages_of_our_own_are_split_into_text_and_fix() -> None:
     found = refused("x", "path = '/a' is a file; name a directory")
     assert (found.text, found.fix) == ("path = '/a' is a file", "name a directory")
@@ -326,9 +373,24 @@ def test_the_cache_servers_certificate_and_sockets_are_told(tmp_path: Path) -> N
     findings = about(list(examine(write(tmp_path, server=block))), "server")
     tls, *sockets = findings
     assert tls.state is State.WARNING and "expires in" in tls.text and tls.fix == "renew the certificate"
-    assert [f.state for f in sockets][:2] == [State.GOOD] * 2
+    assert [f.state for f in sockets] == [State.GOOD, State.GOOD, State.BAD]
+    assert not (tmp_path / "k.sock").exists()
     (finding,) = about(list(examine(write(tmp_path, server={"listen": ["tls:127.0.0.1:0"]}))), "server")
     assert finding.state is State.BAD and "tls_cert" in finding.fix
+
+
+def test_places_where_nobody_can_listen_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "password").write_text("x")
+    listen = [f"unix:{tmp_path}/made/at/start/k.sock", f"unix:{tmp_path}/file", f"unix:{tmp_path}/file/k.sock"]
+    block: dict[str, Any] = {"listen": [*listen, "tcp:192.0.2.1:0"]}
+    block["password_file"] = str(tmp_path / "password")
+    http = {"host": "192.0.2.1", "port": 0, "allow_remote": True, "token_file": str(tmp_path / "password")}
+    findings = list(examine(write(tmp_path, server=block, http=http)))
+    states = [f.state for f in about(findings, "server")]
+    assert states == [State.GOOD, State.BAD, State.BAD, State.BAD]
+    assert about(findings, "metrics")[0].state is State.BAD
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "kvtier.yaml", "password"]
 
 
 def test_places_where_somebody_listens_are_told(tmp_path: Path) -> None:
