@@ -15,7 +15,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvtier.kernels import _native
@@ -23,6 +23,8 @@ from kvtier.storage_backends.redis.options import Address, RedisOptions
 
 _CONTROL_BYTES = 4096
 """Replies are read through a buffer of this size. It is small, since what it catches of a page is copied once more."""
+_SMALL_BYTES = 512
+"""Up to so many bytes are read by way of that buffer."""
 _PARTS_MAX = 512
 """Buffers per sendmsg; the kernel takes 1 024."""
 _TEXT_MAX = 64 << 20
@@ -107,20 +109,28 @@ class Connection:
 
     # ---- sending
 
-    def send(self, parts: Sequence[Buffer]) -> None:
+    def send(self, parts: Iterable[Buffer]) -> None:
         """Send buffers as one stream, without copying them. Large ones, but for the last, must not change before the
-        reply to them is read."""
+        reply to them is read. Each is asked for once what lies before it is on its way, so that the server is at work
+        while the next one is made."""
         if self._tls:
             for part in _joined_small(parts):
                 self._send_all(memoryview(part))
             return
-        start = 0
-        if self._references:
-            for at in range(len(parts) - 1):
-                if len(parts[at]) >= _REFERENCE_MIN_BYTES and self._references:
-                    self._gather(parts[start:at], more=True)
-                    start = at + self._send_pages(parts[at])
-        self._gather(parts[start:])
+        waiting: list[Buffer] = []
+        page: Buffer | None = None
+        for part in parts:
+            if page is not None:
+                self._gather(waiting, more=True)
+                waiting = [] if self._send_pages(page) else [page]
+                page = None
+            if self._references and len(part) >= _REFERENCE_MIN_BYTES:
+                page = part
+            else:
+                waiting.append(part)
+        if page is not None:
+            waiting.append(page)
+        self._gather(waiting)
 
     def _gather(self, parts: Sequence[Buffer], *, more: bool = False) -> None:
         waiting = [memoryview(p) for p in parts if len(p)]
@@ -213,14 +223,16 @@ class Connection:
     def read_into(self, out: memoryview, hashes: Sequence[_native.Xxh3] = ()) -> None:
         """Fill `out` with what comes next: first from the buffer, the rest straight from the socket. `hashes` are fed
         with all of it."""
-        taken = min(len(out), self._end - self._start)
-        if taken:
-            out[:taken] = self._view[self._start : self._start + taken]
-            self._start += taken
-            _native.update_all(out[:taken], list(hashes))
+        taken = self._take(out)
+        _native.update_all(out[:taken], list(hashes))
         while taken < len(out):
             piece = out[taken:]
-            if self._tls or not hashes:
+            if len(piece) <= _SMALL_BYTES:
+                # With it comes what follows, which would be another call otherwise.
+                self._end = self._receive(self._view, wait_all=False)
+                got = self._take(piece)
+                _native.update_all(piece[:got], list(hashes))
+            elif self._tls or not hashes:
                 got = self._receive(piece)
                 _native.update_all(piece[:got], list(hashes))
             else:
@@ -233,6 +245,15 @@ class Connection:
                 if got < len(piece):
                     raise LostError("the server closed the connection")
             taken += got
+
+    def _take(self, out: memoryview) -> int:
+        """What the buffer has of it; the buffer is empty afterwards, or `out` full."""
+        taken = min(len(out), self._end - self._start)
+        out[:taken] = self._view[self._start : self._start + taken]
+        self._start += taken
+        if self._start == self._end:
+            self._start = self._end = 0
+        return taken
 
     def skip(self, nbytes: int) -> None:
         """Throw away what comes next."""
@@ -349,12 +370,15 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
     return connected
 
 
-def _joined_small(parts: Sequence[Buffer]) -> list[Buffer]:
+def _joined_small(parts: Iterable[Buffer]) -> Iterator[Buffer]:
     """Neighbouring small buffers as one, since each becomes a TLS record of its own."""
-    joined: list[Buffer] = []
+    held: Buffer | None = None
     for part in parts:
-        if joined and len(joined[-1]) + len(part) <= 16384:
-            joined[-1] = bytes(joined[-1]) + bytes(part)
-        else:
-            joined.append(part)
-    return joined
+        if held is not None and len(held) + len(part) <= 16384:
+            held = bytes(held) + bytes(part)
+            continue
+        if held is not None:
+            yield held
+        held = part
+    if held is not None:
+        yield held

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -42,10 +42,11 @@ class NoReply(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is sent for one key: `name` decides the server, `parts` are the bytes of the command."""
+    """What is sent for one key: `name` decides the server, `parts` are the bytes of the command, which may be made as
+    they are asked for."""
 
     name: bytes
-    parts: Sequence[Buffer]
+    parts: Iterable[Buffer]
 
 
 Read = Callable[[Connection, int], Any]
@@ -134,17 +135,15 @@ class Exchange:
         return list(talks.values())
 
     def _send(self, talk: _Talk, commands: Sequence[Command], until: float) -> None:
-        parts: list[Buffer] = []
-        for i in talk.indices:
-            if talk.asking:
-                parts.append(_ASKING)
-            parts += commands[i].parts
         try:
             talk.connection = talk.node.take(until)
             talk.reused = not talk.connection.fresh
-            talk.connection.send(parts)
+            talk.connection.send(_parts(talk, commands))
         except (DeadlineError, LostError, LoginError) as e:
             talk.error = e
+        except BaseException:
+            talk.node.drop(talk.connection)
+            raise
 
     def _receive(self, talk: _Talk, read: Read, results: list[Any]) -> None:
         if talk.error is not None or talk.connection is None:
@@ -214,3 +213,10 @@ class Exchange:
             asked.pop(i, None)
             return reply.code in ("READONLY", "TRYAGAIN")
         return False
+
+
+def _parts(talk: _Talk, commands: Sequence[Command]) -> Iterator[Buffer]:
+    for i in talk.indices:
+        if talk.asking:
+            yield _ASKING
+        yield from commands[i].parts

@@ -30,17 +30,17 @@ from kvtier.abc.tier import (
     TierUsage,
 )
 from kvtier.errors import SpecError
-from kvtier.storage_backends.redis.connection import Buffer, Connection, ReplyError, encode
+from kvtier.storage_backends.redis.connection import Connection, ReplyError, encode
 from kvtier.storage_backends.redis.discovery import DiscoveryError, misfits
 from kvtier.storage_backends.redis.exchange import Command, Exchange, NoReply
 from kvtier.storage_backends.redis.metrics import RedisCollector, RedisCounters
-from kvtier.storage_backends.redis.options import RedisOptions
+from kvtier.storage_backends.redis.options import RedisMode, RedisOptions
+from kvtier.storage_backends.redis.outgoing import Outgoing, SetOptions
 from kvtier.storage_backends.redis.record import (
     HEADER_BYTES,
     NewerRecordError,
     RecordError,
     RecordHeader,
-    pack_header,
     parse_header,
     record_check,
 )
@@ -91,13 +91,12 @@ class RedisTier(Tier):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
+        self._asks_at_once = True
         self.collector = RedisCollector(name, self.counters)
         """For a metrics registry."""
         self._capacity_bytes = _UNLIMITED
         self._limit_bytes = _DEFAULT_VALUE_LIMIT - HEADER_BYTES
-        expiry = [b"PX", b"%d" % options.ttl_ms] if options.ttl_ms else []
-        self._set_tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in (b"NX", *expiry))
-        self._set_args = 4 + len(expiry)
+        self._set_options = SetOptions(options.ttl_ms)
         self._look_around(record_bytes)
 
     # ---- tier
@@ -224,35 +223,32 @@ class RedisTier(Tier):
         names = {i: self._name(items[i].key) for i in fits}
         # Asking first saves sending pages that another process has put already.
         missing, broken = [], []
-        for i, found in zip(fits, self._headers([items[i].key for i in fits], until), strict=True):
-            if isinstance(found, RecordHeader):
+        found = self._found([items[i].key for i in fits], [names[i] for i in fits], until)
+        for i, header in zip(fits, found, strict=True):
+            if isinstance(header, RecordHeader):
                 statuses[i] = PutStatus.EXISTS
-            elif found is None:
+            elif header is None:
                 missing.append(i)
-            elif found is _NO_RECORD:
+            elif header is _NO_RECORD:
                 broken.append(i)
-            elif found is not _NEWER:  # whose place is taken: FAILED, as it is
-                statuses[i] = self._put_status(found)
+            elif header is not _NEWER:  # whose place is taken: FAILED, as it is
+                statuses[i] = self._put_status(header)
         self._heal([names[i] for i in broken], until)
-        pages, headers = {}, {}
-        for i in missing + broken:
-            key, meta, page = items[i].key, items[i].meta, items[i].data[: items[i].meta.nbytes]
-            try:
-                pages[i], headers[i] = page, pack_header(key, meta, page)
-            except RecordError:
-                statuses[i] = PutStatus.FAILED
-                with self._lock:
-                    self._counts["bad_puts"] += 1
-                self._say_once("bad put", "a page offered for storing does not match its checksum; it is not stored")
+        pages = {i: Outgoing(names[i], items[i], self._set_options) for i in missing + broken}
 
         def send(indices: Sequence[int]) -> list[int]:
             """Set what is not there; returns the pages that are said to be there."""
-            commands = [
-                Command(names[i], self._set_parts(names[i], headers[i], pages[i], items[i].meta.origin))
-                for i in indices
-            ]
+            commands = [Command(names[i], pages[i]) for i in indices]
             there = []
             for i, reply in zip(indices, self._exchange.run(commands, _read_plain, until), strict=True):
+                if pages[i].bad:
+                    statuses[i] = PutStatus.FAILED
+                    with self._lock:
+                        self._counts["bad_puts"] += 1
+                    self._say_once(
+                        "bad put", "a page offered for storing does not match its checksum; it is not stored"
+                    )
+                    continue
                 if reply is None:
                     there.append(i)
                 statuses[i] = self._put_status(reply)
@@ -272,11 +268,6 @@ class RedisTier(Tier):
             if empty:
                 self._heal([names[i] for i in empty], until)
                 send(empty)
-
-    def _set_parts(self, name: bytes, header: bytes, page: memoryview, origin: bytes) -> list[Buffer]:
-        length = HEADER_BYTES + len(page) + len(origin)
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._set_args, len(name), name, length)
-        return [head + header, page, origin + self._set_tail]
 
     def _put_status(self, reply: Any) -> PutStatus:
         if reply == b"OK":
@@ -390,6 +381,18 @@ class RedisTier(Tier):
 
     def _name(self, key: bytes) -> bytes:
         return self._options.prefix + key.hex().encode()
+
+    def _found(self, keys: Sequence[bytes], names: Sequence[bytes], until: float) -> list[Any]:
+        """As `_headers`, where mostly nothing is there: one server is asked about all keys at once."""
+        if self._asks_at_once and keys and self._topology.mode in (RedisMode.STANDALONE, RedisMode.SENTINEL):
+            (reply,) = self._run([Command(names[0], [encode([b"EXISTS", *names])])], until)
+            if reply == 0:
+                return [None] * len(keys)
+            if isinstance(reply, NoReply):
+                return [reply] * len(keys)
+            if isinstance(reply, ReplyError) and reply.code in ("NOPERM", "ERR"):
+                self._asks_at_once = False  # this user may not
+        return self._headers(keys, until)
 
     def _headers(self, keys: Sequence[bytes], until: float | None = None) -> list[Any]:
         """What is under each key: a RecordHeader, None (nothing, or an empty value), _NO_RECORD, an error reply, or why
