@@ -31,6 +31,7 @@ _MISS_OF = {
     GetStatus.FAILED: MissReason.TIER_DOWN,
     GetStatus.DEADLINE: MissReason.DEADLINE,
 }
+_NOT_ASKED: Mapping[bytes, int] = {}
 Outcome = dict[bytes, "MissReason | None"]
 """What became of pages that were wanted; None: in the host tier."""
 
@@ -120,10 +121,12 @@ class Promotions:
         ended = [pool.close(max(0.05, give_up - time.monotonic())) for pool in (self._readers, self._askers)]
         return all(ended)
 
-    def _read_all(self, workers: WorkerPool, name: str, keys: list[bytes]) -> None:
+    def _read_all(
+        self, workers: WorkerPool, name: str, keys: list[bytes], lengths: Mapping[bytes, int] = _NOT_ASKED
+    ) -> None:
         for at in range(0, len(keys), _BATCH):
             batch = keys[at : at + _BATCH]
-            if not workers.submit(partial(self._promote, name, batch)):
+            if not workers.submit(partial(self._promote, name, batch, lengths)):
                 self._arrived(dict.fromkeys(batch, MissReason.DEADLINE))
 
     def _ask_shared(self, lookup: Lookup, keys: list[bytes]) -> None:
@@ -132,7 +135,7 @@ class Promotions:
         outcome: Outcome = dict.fromkeys(keys, MissReason.TIER_DOWN)
         promote: dict[str, list[bytes]] = {}
         try:
-            found, missing = self._find_shared(keys)
+            found, missing, lengths = self._find_shared(keys)
             declined = {name for name in set(found.values()) if self._break_even.declines(name)}
             for key in [key for key, name in found.items() if name in declined]:
                 del found[key]
@@ -149,29 +152,32 @@ class Promotions:
         finally:
             self._arrived(outcome)
         for name, wanted in promote.items():
-            self._read_all(self._askers, name, wanted)
+            self._read_all(self._askers, name, wanted, lengths)
 
-    def _find_shared(self, keys: list[bytes]) -> tuple[dict[bytes, str], dict[bytes, MissReason]]:
-        """The shared tier that has each page, and why no other page was found. Blocks for the network."""
+    def _find_shared(self, keys: list[bytes]) -> tuple[dict[bytes, str], dict[bytes, MissReason], dict[bytes, int]]:
+        """The shared tier that has each page, why no other page was found, and how long those are that were. Blocks for
+        the network."""
         found: dict[bytes, str] = {}
+        lengths: dict[bytes, int] = {}
         down: set[bytes] = set()
         for tier in self._shared:
             left = [key for key in keys if key not in found]
             for key, nbytes in zip(left, tier.length_many(left), strict=True):
                 if nbytes >= 0:
-                    found[key] = tier.name
+                    found[key], lengths[key] = tier.name, nbytes
                 elif nbytes == LENGTH_UNKNOWN:
                     down.add(key)
         missing = {key: self._why_missing(key, key in down) for key in keys if key not in found}
-        return found, missing
+        return found, missing, lengths
 
     def _why_missing(self, key: bytes, down: bool) -> MissReason:
         if down:
             return MissReason.TIER_DOWN
         return MissReason.EVICTED if self._was_evicted(key) else MissReason.ABSENT
 
-    def _promote(self, name: str, keys: list[bytes]) -> None:
-        """Read pages of one lower tier, and of those behind it where that fails, into host slots, verified."""
+    def _promote(self, name: str, keys: list[bytes], lengths: Mapping[bytes, int]) -> None:
+        """Read pages of one lower tier, and of those behind it where that fails, into host slots, verified. lengths: of
+        pages in the tier `name`, where somebody has asked for them before."""
         keys = self._still_wanted(keys)
         if not keys:
             return
@@ -180,12 +186,13 @@ class Promotions:
             start = next(i for i, tier in enumerate(self._lower) if tier.name == name)
             left = keys
             for tier in self._lower[start:]:
-                outcome.update(self._read(tier, left))
+                known = lengths if tier.name == name else _NOT_ASKED
+                outcome.update(self._read(tier, left, known))
                 # Pages that found no room while slots were held for others ask again without: only then may they wait.
                 asked = len(left)
                 while 0 < len(full := [key for key in left if outcome[key] is MissReason.NO_ROOM]) < asked:
                     asked = len(full)
-                    outcome.update(self._read(tier, full))
+                    outcome.update(self._read(tier, full, known))
                 left = [key for key in left if outcome[key] not in (None, MissReason.NO_ROOM)]
                 if not left:
                     break
@@ -206,10 +213,11 @@ class Promotions:
             self._reading.update(wanted)
         return wanted
 
-    def _read(self, tier: Tier, keys: list[bytes]) -> Outcome:
+    def _read(self, tier: Tier, keys: list[bytes], lengths: Mapping[bytes, int]) -> Outcome:
         outcome: Outcome = {}
         here = []
-        for key, nbytes in zip(keys, tier.length_many(keys), strict=True):
+        sizes = [lengths[key] for key in keys] if lengths else tier.length_many(keys)
+        for key, nbytes in zip(keys, sizes, strict=True):
             if nbytes < 0:
                 outcome[key] = self._why_missing(key, nbytes == LENGTH_UNKNOWN)
             else:
@@ -235,7 +243,7 @@ class Promotions:
                     committed.append((key, slot, result.meta))
                 else:
                     aborted.append((key, slot))
-                    outcome[key] = _MISS_OF.get(result.status, MissReason.ABSENT)
+                    outcome[key] = _MISS_OF.get(result.status) or self._why_missing(key, False)
         finally:
             if aborted:
                 self._room.abort([k for k, _ in aborted], [s for _, s in aborted])
