@@ -437,7 +437,8 @@ class PageMover:
                 )
             )
         start = time.perf_counter()
-        for number, buffers in enumerate(_buffers_by_layer(self.spec.buffers)):
+        whole = [range(len(self.spec.buffers))]
+        for number, buffers in enumerate(_buffers_by_layer(self.spec.buffers) if on_layer is not None else whole):
             for codec, layout, page_ids, valid, offsets in groups:
                 codec.decode(layout, pool, page_ids, valid, self.store.host.arena, offsets, buffers)
             if on_layer is not None:

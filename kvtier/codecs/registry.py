@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from kvtier.abc.codec import FINER, Codec, Form
@@ -84,7 +85,13 @@ def codec(name: str, **options: Any) -> Codec:
 def codec_for_form(form: Form | int) -> Codec:
     """The codec that reads pages stored in `form`, with buffers stored finer (`FINER`) or without. Raises ConfigError
     for a form of another version of kvtier."""
+    return _reader(int(form & ~FINER))
+
+
+@lru_cache(maxsize=len(_FORMS))
+def _reader(form: int) -> Codec:
+    """One for all who read such pages: it is asked for several times for each of them."""
     try:
-        return _FORMS[Form(form & ~FINER)]()
+        return _FORMS[Form(form)]()
     except ValueError:
         raise ConfigError(f"form = {form}: not a form that this version of kvtier reads") from None
