@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -35,6 +34,7 @@ from kvtier.connectors.lmcache.tasks import TaskBoard
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+"""How often lookups are looked at behind the first one, whose arrival is heard of at once."""
 _EXPIRE_EVERY_S = 5.0
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +195,7 @@ class KvtierL2Adapter(L2AdapterInterface):
                 self._end_waiting(w)
             self._expire()
             if waiting and not ready:
-                time.sleep(_POLL_S)
+                self._chunks.store.wait(waiting[0].found.lookup, _POLL_S)
 
     @_guarded(lambda: None)
     def _expire(self) -> None:
