@@ -86,6 +86,7 @@ def open_store(
         if priority := PRIORITIES[config.priority]:  # of what was found: tiers do not keep it
             for lower in opened[1:]:
                 lower.rank_many([key for key, _ in lower.scan()], priority)
+            store.inventory.found_priority = priority
         store.ledger.registry.register(break_even)
         for tier_opened in opened:
             collector = getattr(tier_opened, "collector", None)

@@ -222,10 +222,15 @@ class Inventory:
                 self._described.setdefault(one.digest, one)
         self._bound()
         self._pins = Pins(store)
+        self.found_priority = 0
+        """Of the pages that a restart found, where nobody said otherwise."""
 
-    def describe(self, namespace: Namespace, hot_page_bytes: int) -> None:
-        """Pages of `namespace` are going to be stored. What outlives the process is told, too."""
+    def describe(self, namespace: Namespace, hot_page_bytes: int, priority: int | None = None) -> None:
+        """Pages of `namespace` are going to be stored. What outlives the process is told, too. priority: which those
+        that a restart found are to have; None leaves them as they are."""
         one = Description.of(namespace, hot_page_bytes)
+        if priority not in (None, self.found_priority):
+            self._rank(one, priority)
         with self._lock:
             if self._described.get(one.digest) == one:
                 return
@@ -235,6 +240,15 @@ class Inventory:
             data = encode(list(self._described.values()))
             for tier in self._store.lower:
                 tier.note(data)
+
+    def _rank(self, one: Description, priority: int) -> None:
+        for tier in self._store.lower:
+            if not tier.usage().recovered_pages:
+                continue
+            pages = list(tier.scan())  # in the order in which they were used
+            owners = _owners(pages, [one])
+            mine = [key for (key, _), owner in zip(pages, owners, strict=True) if owner is not None]
+            tier.rank_many(mine, priority)
 
     def rows(self) -> list[dict[str, Any]]:
         """As `row`, of every tier whose pages can be listed."""

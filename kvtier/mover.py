@@ -84,7 +84,7 @@ class PageMover:
         if not beside:
             store.break_even.page_holds(spec.page_tokens)
             store.observer.page_holds(spec.page_tokens, self._fingerprint)
-        store.inventory.describe(namespace, spec.hot_page_bytes if namespace.spec else 0)
+        store.inventory.describe(namespace, spec.hot_page_bytes if namespace.spec else 0, priority)
         self._told_refused = False
         self._sample = random.Random(0)  # which pages are measured is no secret
         self._out = WorkerPool("kvtier-offload", workers, partial(self._worker_error, "offload"))

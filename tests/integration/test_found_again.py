@@ -89,6 +89,21 @@ def test_pages_of_a_high_priority_stay_after_a_restart(tmp_path: Path) -> None:
         store.close()
 
 
+def test_pages_that_are_found_have_the_priority_of_their_namespace(tmp_path: Path) -> None:
+    store = open_store(tmp_path, disk_slots=8)
+    put(store, "b", range(4))
+    put(store, "a", range(4))
+    store.close()
+    store = open_store(tmp_path, disk_slots=8)
+    store.inventory.describe(NAMESPACES["a"], 3 * SLOT, -1)
+    store.inventory.describe(NAMESPACES["b"], 3 * SLOT, 0)
+    put(store, "b", range(4, 8))
+    disk = store.lower[0]
+    assert disk.contains_many(NAMESPACES["b"].page_keys([n.to_bytes(32, "big") for n in range(8)])) == [True] * 8
+    assert not any(disk.contains_many(NAMESPACES["a"].page_keys([n.to_bytes(32, "big") for n in range(4)])))
+    store.close()
+
+
 @pytest.mark.parametrize("directories", [1, 2])
 def test_pages_of_a_higher_rank_stay(tmp_path: Path, directories: int) -> None:
     tier = open_nvme([tmp_path / str(n) for n in range(directories)], 8 * SLOT * directories)
@@ -124,8 +139,11 @@ def test_ranking_a_pinned_page_leaves_it_where_it_is(tmp_path: Path) -> None:
 # ---- pins
 
 
-def open_store(folder: Path, directories: Sequence[str] = ("0",), host_slots: int = 64) -> TieredStore:
-    return TieredStore(HostTier(host_slots * SLOT), [open_nvme([folder / name for name in directories], 1 << 20)])
+def open_store(
+    folder: Path, directories: Sequence[str] = ("0",), host_slots: int = 64, disk_slots: int = 256
+) -> TieredStore:
+    disk = open_nvme([folder / name for name in directories], disk_slots * SLOT)
+    return TieredStore(HostTier(host_slots * SLOT), [disk])
 
 
 def put(store: TieredStore, name: str, numbers: range) -> list[bytes]:
