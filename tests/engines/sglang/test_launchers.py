@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -200,9 +199,10 @@ def compacted(folder: Path, model: Path) -> Path:
     from .compact_examples import compact, drawn
 
     compact(model, folder / "prefix.safetensors", [drawn(n, ROWS, 2) for n in range(4)])
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(512)}, unk_token="w1"))
+    vocabulary = {"none": 0} | {f"w{n}": n for n in range(1, 512)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="none"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1").save_pretrained(folder / "words")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="none").save_pretrained(folder / "words")
     return folder / "prefix.safetensors"
 
 
@@ -282,10 +282,9 @@ def test_an_option_that_is_refused_ends_the_launcher(launch: Any, tiny: Path, tm
 @long
 @pytest.mark.parametrize("launcher", ["serve", "launch_server"])
 def test_what_a_worker_refuses_ends_the_launcher(launch: Any, tiny: Path, tmp_path: Path, launcher: str) -> None:
-    """Here the folder of a tier, in which something else lies: known when the tier is opened."""
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "notes.txt").write_text("not a tier")
-    server = launch(launcher, tiny, "--kv-connector", "kvtier", *config(tmp_path))
+    """Here a compacted prefix that is not there: read when the engine's pages are known."""
+    flags = config(tmp_path, compacted=[str(tmp_path / "nowhere")])
+    server = launch(launcher, tiny, "--kv-connector", "kvtier", *flags)
     assert server.ended(START_S) != 0
-    assert re.search(rf"kvtier\.errors\.\w+: .*{re.escape(shlex.quote(str(tmp_path / 'kv')))}", server.log.read_text())
+    assert re.search(rf"kvtier\.errors\.\w+: compacted: .*{re.escape(str(tmp_path / 'nowhere'))}", server.log.read_text())
     assert not _listens(server.port)
