@@ -18,6 +18,7 @@ from kvtier.abc.codec import Codec
 from kvtier.abc.tier import Removal
 from kvtier.build import open_codec, open_store
 from kvtier.codecs.registry import codec
+from kvtier.config import PRIORITIES
 from kvtier.connectors.lmcache.catalogue import Catalogue, Known
 from kvtier.connectors.lmcache.chunks import Attention, Chunk, ChunkLayout, plain_layout
 from kvtier.connectors.lmcache.gate import Gate, Passage
@@ -156,6 +157,7 @@ class ChunkStore:
                     self._codec(layout),
                     workers=self._config.workers,
                     offload_wait_s=self._config.offload_wait,
+                    priority=PRIORITIES[self._config.priority],
                 )
             self._movers[layout] = mover  # the last one used is the last one let go
             last = next(iter(self._movers)) if len(self._movers) > _MOST_LAYOUTS else None
