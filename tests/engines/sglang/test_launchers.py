@@ -286,5 +286,6 @@ def test_what_a_worker_refuses_ends_the_launcher(launch: Any, tiny: Path, tmp_pa
     flags = config(tmp_path, compacted=[str(tmp_path / "nowhere")])
     server = launch(launcher, tiny, "--kv-connector", "kvtier", *flags)
     assert server.ended(START_S) != 0
-    assert re.search(rf"kvtier\.errors\.\w+: compacted: .*{re.escape(str(tmp_path / 'nowhere'))}", server.log.read_text())
+    told = server.log.read_text()
+    assert re.search(rf"kvtier\.errors\.\w+: compacted: .*{re.escape(str(tmp_path / 'nowhere'))}", told)
     assert not _listens(server.port)
