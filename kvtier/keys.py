@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class Namespace:
     @property
     def digest(self) -> bytes:
         """32 bytes: BLAKE2b-256 of the injective encoding."""
-        return hashlib.blake2b(self.encoded(), digest_size=KEY_BYTES).digest()
+        return _digest_of(self)
 
     def encoded(self) -> bytes:
         """Injective: per field in declaration order, its name and its value, each length-prefixed (u32)."""
@@ -101,6 +102,12 @@ def owners_of(digests: Sequence[bytes], keys: Sequence[bytes], hashes: Sequence[
     owners = _native.page_owners(b"".join(digests), b"".join(keys), b"".join(hashes), len(hashes[0]) if hashes else 1)
     found: list[int] = owners.tolist()
     return found
+
+
+@lru_cache(maxsize=256)
+def _digest_of(namespace: Namespace) -> bytes:
+    """Asked for with every batch of pages."""
+    return hashlib.blake2b(namespace.encoded(), digest_size=KEY_BYTES).digest()
 
 
 def seed_of(key: bytes) -> int:
