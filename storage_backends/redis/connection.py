@@ -223,27 +223,29 @@ class Connection:
     def read_into(self, out: memoryview, hashes: Sequence[_native.Xxh3] = ()) -> None:
         """Fill `out` with what comes next: first from the buffer, the rest straight from the socket. `hashes` are fed
         with all of it."""
+        fed = list(hashes)
         taken = self._take(out)
-        _native.update_all(out[:taken], list(hashes))
+        if fed:
+            _native.update_all(out[:taken], fed)
         while taken < len(out):
             piece = out[taken:]
-            if len(piece) <= _SMALL_BYTES:
-                # With it comes what follows, which would be another call otherwise.
-                self._end = self._receive(self._view, wait_all=False)
-                got = self._take(piece)
-                _native.update_all(piece[:got], list(hashes))
-            elif self._tls or not hashes:
-                got = self._receive(piece)
-                _native.update_all(piece[:got], list(hashes))
-            else:
+            if fed and not self._tls and len(piece) > _SMALL_BYTES:
                 self._arm(socket.SO_RCVTIMEO)
-                got, error = _native.receive(self._socket.fileno(), piece, list(hashes), self._until)
+                got, error = _native.receive(self._socket.fileno(), piece, fed, self._until)
                 if error == errno.EAGAIN:
                     raise DeadlineError("the server does not answer")
                 if error:
                     raise LostError(f"receiving: {os.strerror(error)}")
                 if got < len(piece):
                     raise LostError("the server closed the connection")
+                return
+            if len(piece) > _SMALL_BYTES:
+                got = self._receive(piece)
+            else:  # with it comes what follows, which would be another call otherwise
+                self._end = self._receive(self._view, wait_all=False)
+                got = self._take(piece)
+            if fed:
+                _native.update_all(piece[:got], fed)
             taken += got
 
     def _take(self, out: memoryview) -> int:
