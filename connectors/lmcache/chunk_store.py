@@ -43,8 +43,8 @@ _MOST_LAYOUTS = 64
 _CLOSE_S = 1.5
 _LEAVE_S = 10.0
 """How long `close` waits for a job in LMCache's memory: if that is unmapped before it is out, the process crashes."""
-_JOB_BYTES = 256 << 20
-"""What one job moves: `close` waits for at most one per worker."""
+_JOB_BYTES = 16 << 20
+"""What one job moves: workers share the rest, and `close` waits for at most one per worker."""
 _PROBE_BYTES = 1 << 16
 """What ``/readyz`` puts and gets: the size of chunks is not known before the first one."""
 _UNKNOWN = plain_layout(1)
