@@ -48,6 +48,17 @@ def test_no_keys_and_no_lookup_before_a_load(drive: Any) -> None:
     assert (out[2].raw_data == written[2].raw_data).all() and not out[4].raw_data.any()
 
 
+def test_pages_have_the_priority_of_the_configuration(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive(priority="low")
+    assert driver.store(keys(2), driver.objects(2, fill=1)).is_successful()
+    host = driver.adapter._chunks.store.host
+    pins = host.pin_many([key for key, _ in host.scan()])
+    assert [meta.priority for _, meta in host.pinned_many(pins)] == [-1, -1]
+    host.unpin_many(pins)
+
+
 def test_what_is_unlocked_is_evictable_and_no_hit(drive: Any) -> None:
     from .storage import keys
 
