@@ -87,7 +87,7 @@ def restored(
         between()
         answer = storage.batch_get_v1(keys[:found], lab.slots(range(found)))
     storage.batch_built([rid], lambda: set())
-    came = sum(answer)
+    came: int = sum(answer)
     assert answer == [True] * came + [False] * (found - came)
     for n in range(PAGES):
         page = page_of(pool, n)
