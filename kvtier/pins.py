@@ -60,7 +60,7 @@ class Pins:
                 self._write()
 
     def remembered(self, keys: Sequence[bytes]) -> int:
-        """How many of pages that are pinned, or would be, are so after a restart, too, if they are still stored then."""
+        """How many of pages that are pinned, or would be, are pinned after a restart, too, if they are stored then."""
         if not any(not tier.capabilities.shared and tier.capabilities.persistent for tier in self._store.lower):
             return 0
         with self._lock:
