@@ -86,6 +86,10 @@ def run(
         raise ConfigError(f"--dtype {dtype}: use auto, bf16, fp16 or fp32")
     if (queries == "given") != (given is not None):
         raise ConfigError("--queries given and --given FILE belong together: give both or none")
+    if (selector == "head") != (head_scores is not None):
+        raise ConfigError(
+            "--selector head and --head-scores FILE (of kvtier compact head-scores) belong together: give both or none"
+        )
     _check_file(out)
     if work is not None:
         check_writable("--work", work)
