@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -143,12 +144,17 @@ def test_it_forgets_nothing_that_a_tier_could_not_write_down(path: Path, monkeyp
 def test_memory_is_bounded_where_no_disk_takes_notes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voided, "_COMPACT_BYTES", 4000)
     log = Voided([path])
-    asked = []
+    asked: list[int] = []
+
+    def none_pending(pages: Sequence[bytes]) -> list[bool]:
+        asked.append(len(pages))
+        return [False] * len(pages)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", no_space)
         for n in range(30):
             log.add([page(n, m) for m in range(10)])
-            log.compact(lambda pages: asked.append(len(pages)) or [False] * len(pages))  # type: ignore[func-returns-value]
+            log.compact(none_pending)
     assert asked == [100, 100, 100] and log.errors == 300
     log.close()
 
