@@ -78,6 +78,13 @@ def test_flush_crash_faults_and_aborts(run: Any, tiny: Path, tmp_path: Path) -> 
     after = engine.one("after", asked)
     assert after["ids"] == cold["ids"] and after["details"]["device"] == 0
 
+    # Requests that outgrow the device together: SGLang retracts some of them, which are queued, and looked up, again.
+    unsure = {"sampling": {"ignore_eos": False}}  # otherwise SGLang keeps room for every token of a request
+    growing = [{"rid": f"grows{n}", "ids": prompt(20 + n, 160), "tokens": 160, "more": unsure} for n in range(8)]
+    for answer in engine.generate(*growing):
+        assert "error" not in answer and (answer.get("finish") or {}).get("type") in ("length", "stop"), answer
+    assert "Retract requests" in engine.log.read_text(errors="replace")
+
     # 200 concurrent requests, a third of them aborted at various moments, with prefixes in every state and flushes
     # between. Names of one length: SGLang aborts every request whose name begins with the one it is given.
     requests = [
