@@ -101,6 +101,7 @@ def test_flush_detach_attach_crash_and_restart(run: Any, tiny: Path, tmp_path: P
     flush(engine)
     assert engine.one("after", asked)["ids"] == cold["ids"]
     settled(engine)
+    assert "leak" not in engine.log.read_text(errors="replace").lower()  # SGLang's own check, when it is idle
 
     # Storage is detached while the engine runs, which goes on alone; attached again, it finds what is on NVMe.
     flush(engine)
