@@ -44,7 +44,8 @@ RedisOptions.of("redis://127.0.0.1")
 _TORCH = """
 import torch
 from kvtier.nvfp4 import dequantize, quantize
-assert dequantize(quantize(torch.ones(2, 16, dtype=torch.bfloat16))).shape == (2, 16)
+values = torch.full((2, 16), 6.0, dtype=torch.bfloat16)
+assert torch.equal(dequantize(*quantize(values), dtype=torch.bfloat16), values)
 """
 HEAVY = {
     "compaction": "import kvtier.compression.compaction.matching_reference, kvtier.connectors.transformers.matching",
