@@ -103,7 +103,7 @@ class Keyspace:
         self._voided: Voided | None = None
         self._keys: Counter[int] = Counter()
         self._used: Counter[str] = Counter()
-        self._expiring = 0
+        self._expiring: Counter[int] = Counter()
         self.expired = 0
         self.refused: Counter[str] = Counter()
         """Values that were not taken, by reason."""
@@ -306,6 +306,11 @@ class Keyspace:
                 return self._keys[database]
         return sum(1 for e in self.entries() if e.database == database and owns(e.key))
 
+    def expiring(self, database: int) -> int:
+        """Keys of a database that have an expiry."""
+        with self._lock:
+            return self._expiring[database]
+
     def entries(self) -> Iterator[Entry]:
         for bucket in self._buckets:
             with self._lock:
@@ -343,7 +348,7 @@ class Keyspace:
         """Remove values whose time is over; returns how many."""
         if self._voided is not None:
             self._voided.compact(self.store.deleting)
-        if not self._expiring:
+        if not self._expiring.total():
             return 0
         over = [e for e in self.entries() if _is_over(e)]
         for e in over:
@@ -387,14 +392,14 @@ class Keyspace:
         self._buckets[_bucket(name)][name] = entry
         self._keys[entry.database] += 1
         self._used[entry.owner] += entry.nbytes
-        self._expiring += bool(entry.expires_ms)
+        self._expiring[entry.database] += bool(entry.expires_ms)
 
     def _unset(self, name: bytes) -> Entry | None:
         entry = self._buckets[_bucket(name)].pop(name, None)
         if entry is not None:
             self._keys[entry.database] -= 1
             self._used[entry.owner] -= entry.nbytes
-            self._expiring -= bool(entry.expires_ms)
+            self._expiring[entry.database] -= bool(entry.expires_ms)
         return entry
 
 

@@ -57,7 +57,9 @@ def _info_text(session: Session, wanted: set[str]) -> str:
         "cpu": _cpu(),
         "cluster": {"cluster_enabled": 0},
         "keyspace": {
-            f"db{n}": f"keys={keys},expires=0,avg_ttl=0" for n, keys in sorted(_keys(session).items()) if keys
+            f"db{n}": f"keys={keys},expires={expiring},avg_ttl=0"
+            for n, (keys, expiring) in sorted(_keys(session).items())
+            if keys
         },
     }
     lines = []
@@ -67,12 +69,15 @@ def _info_text(session: Session, wanted: set[str]) -> str:
     return "\r\n".join(lines)
 
 
-def _keys(session: Session) -> Mapping[int, int]:
-    """How many keys the user sees, by database: those of a user with prefixes are counted, once for all databases."""
-    user = session.user
+def _keys(session: Session) -> Mapping[int, tuple[int, int]]:
+    """How many keys the user sees, and how many of them expire, by database: those of a user with prefixes are counted,
+    once for all databases."""
+    user, keyspace = session.user, session.keyspace
     if user is None or not user.prefixes:
-        return {n: size(session, n) for n in range(DATABASES)}
-    return Counter(entry.database for entry in session.keyspace.entries() if user.owns(entry.key))
+        return {n: (size(session, n), keyspace.expiring(n)) for n in range(DATABASES)}
+    mine = [entry for entry in keyspace.entries() if user.owns(entry.key)]
+    expiring = Counter(entry.database for entry in mine if entry.expires_ms)
+    return {n: (keys, expiring[n]) for n, keys in Counter(entry.database for entry in mine).items()}
 
 
 def _cpu() -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.abc.tier import (
+    SLOT_ALIGN,
     GetResult,
     GetStatus,
     PageMeta,
@@ -32,6 +33,7 @@ from kvtier.storage_backends.slots.order import order_of
 from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _CLOSE_S = 1.8
+_ZEROS = bytes(SLOT_ALIGN)
 _CHUNK = 16
 """Pages per turn of the lock, and how many a put or get pins at a time."""
 
@@ -78,7 +80,7 @@ class HostTier(StagingTier):
 
     def reserve_many(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[Slot | PutStatus]:
         with self._gate:
-            arena = self.arena
+            memory = self.arena.data
 
             def reserve() -> list[Slot | PutStatus]:
                 return [self._reserve(key, n) for key, n in zip(keys, nbytes, strict=True)]
@@ -87,7 +89,9 @@ class HostTier(StagingTier):
             for slot in slots:
                 if isinstance(slot, Slot):
                     end = slot.offset + slot.nbytes
-                    arena[end : slot.offset + slot_bytes_of(slot.nbytes)] = 0
+                    padding = slot_bytes_of(slot.nbytes) - slot.nbytes
+                    # Not by numpy, which lets another thread have the interpreter for each of these few bytes.
+                    memory[end : end + padding] = _ZEROS[:padding]
             return slots
 
     def commit_many(

@@ -41,7 +41,6 @@ from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.storage_backends.nvme.metrics import NvmeCollector
 from kvtier.storage_backends.nvme.note import read_note, write_note
 from kvtier.storage_backends.nvme.probe import PROBE_BYTES, try_writing
-from kvtier.storage_backends.nvme.ranked import RankedTable
 from kvtier.storage_backends.nvme.recovery import sort_out
 from kvtier.storage_backends.nvme.segments import SegmentFiles
 from kvtier.storage_backends.nvme.transfers import SlotTransfers
@@ -51,7 +50,7 @@ from kvtier.storage_backends.slots.config import check_capacity, check_max_recor
 from kvtier.storage_backends.slots.extents import slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.order import order_of
-from kvtier.storage_backends.slots.table import check_meta
+from kvtier.storage_backends.slots.table import SlotTable, check_meta
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class NvmeTier(Tier):
             self._directory.close()
             raise
         self.path = self._directory.path
-        self._table = RankedTable(self._segments.regions, largest, order, ttl_s)
+        self._table = SlotTable(self._segments.regions, largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
         self._transfers = SlotTransfers(self._segments)

@@ -32,7 +32,8 @@ def storage(system: str, speed: float, *, at_rest: float = 1.0, error: float = 0
     return [
         {
             "system": system, "op": op, "hot_mb_per_s": speed, "cpu_s_per_gb": 100 / speed, "p50_ms": 1e4 / speed,
-            "p99_ms": 2e4 / speed, "samples": 3, "at_rest": at_rest, "relative_error": error,
+            "p99_ms": 2e4 / speed, "server_cpu_s_per_gb": 1.5, "samples": 3, "at_rest": at_rest,
+            "relative_error": error,
         }
         for op in STORAGE
     ]  # fmt: skip
@@ -122,6 +123,9 @@ def test_all_parts_become_tables(tmp_path: Path) -> None:
         "## Clients of Redis, a unix socket", "## Time to the first token behind SGLang", "## KVzip",
         "## Where others are better", "## Where kvtier is better",
     ]  # fmt: skip
+    assert (
+        "CPU s per GB, Redis too" in text and "| resp | 20 | 20 | 5.00 | 5.00 |" in text and "| 6.50 | 6.50 |" in text
+    )
     assert "| kvtier linker, auto | 0.300 |" in text and "| sglang, again |" in text
     assert max(map(len, (line for line in text.splitlines() if not line.startswith("|")))) <= 120
     assert json.loads((tmp_path / page.FIGURES).read_text())[0]["part"] == "codecs"

@@ -115,6 +115,8 @@ def test_set_options_and_expiry(client: Any, server: CacheServer, later_s: list[
     assert not client.expire("nothing", 50)
     assert client.set("k", b"4") and client.ttl("k") == -1
     client.set("short", b"5", px=1_000_000)
+    there = client.info("keyspace")["db0"]
+    assert (there["keys"], there["expires"]) == (client.dbsize(), 1)
     assert client.get("short") == b"5"
     later_s[0] = 1001.0
     assert client.get("short") is None and client.exists("short") == 0
@@ -377,7 +379,10 @@ def test_a_user_sees_and_touches_only_its_own(tenants: CacheServer) -> None:
     assert alice.get("a:1") == b"1" and bob.get("b:1") == b"3"
     assert (alice.dbsize(), bob.dbsize()) == (2, 2)
     assert sorted(alice.scan_iter()) == [b"a:1", b"a:2"]
-    assert alice.info("keyspace")["db0"]["keys"] == 2
+    alice.expire("a:1", 9000)
+    bob.expire("b:1", 9000)
+    seen = alice.info("keyspace")["db0"]
+    assert (seen["keys"], seen["expires"]) == (2, 1)
     alice.flushdb()
     assert (alice.dbsize(), bob.dbsize()) == (0, 2)
     with client_of(tenants, username="reader", password="reader-secret") as reader:
