@@ -20,7 +20,7 @@ from kvtier.build import open_codec, open_store
 from kvtier.codecs.registry import codec
 from kvtier.config import PRIORITIES
 from kvtier.connectors.lmcache.catalogue import Catalogue, Known
-from kvtier.connectors.lmcache.chunks import Attention, Chunk, ChunkLayout, plain_layout
+from kvtier.connectors.lmcache.chunks import SAMPLE, Attention, Chunk, ChunkLayout, plain_layout
 from kvtier.connectors.lmcache.gate import Gate, Passage
 from kvtier.connectors.lmcache.identity import namespace_of
 from kvtier.connectors.lmcache.options import AdapterOptions
@@ -88,6 +88,8 @@ class ChunkStore:
                 "kv_events: LMCache names chunks by hashes of its own, which are no engine's block hashes; leave it "
                 "out, and have LMCache publish its events"
             )
+        if options.attention is not Attention.NONE:
+            self._codec(SAMPLE)  # what is wrong with it is told now, not with every chunk
         self.catalogue = Catalogue(on_stored, on_removed)
         self._gate = Gate()
         self._lock = threading.Lock()
@@ -95,6 +97,7 @@ class ChunkStore:
         self._namespaces: dict[ChunkLayout, Namespace] = {}
         self._numbers = itertools.count()
         self._closed = False
+        self._too_large: set[int] = set()
         self.store: TieredStore = open_store(
             self._config, shard="lmcache", rank=rank, ranks=ranks, on_removed=self._removed
         )
@@ -201,13 +204,26 @@ class ChunkStore:
         fresh = [False] * len(hashes)
         ok = all(result.ok for result in results)
         try:
-            for layout, members in parts:
+            for (layout, members), result in zip(parts, results, strict=True):
+                if OffloadOutcome.TOO_LARGE in result.outcomes:
+                    self._tell_too_large(layout.nbytes)
                 keys = self.keys_of(layout, [hashes[i] for i in members])
                 for i, new in zip(members, self._enter(keys, [hashes[i] for i in members]), strict=True):
                     fresh[i] = new
         except Exception as error:  # noqa: BLE001 - counted; the chunks are stored, if they are
             self._count("engine", "stored chunks could not be listed", error)
         done(ok, fresh)
+
+    def _tell_too_large(self, nbytes: int) -> None:
+        """Once for each size."""
+        if nbytes not in self._too_large:
+            self._too_large.add(nbytes)
+            _log.warning(
+                "kvtier: a chunk of %d bytes is not stored: it does not fit into the host tier, tiers[0].capacity = %d "
+                "bytes; give that more, or LMCache a smaller chunk size",
+                nbytes,
+                self.store.host.usage().capacity_bytes,
+            )
 
     def _enter(self, keys: Sequence[bytes], hashes: Sequence[bytes]) -> list[bool]:
         """List those of these chunks that are in a tier of this node; which were not listed before."""
@@ -303,6 +319,8 @@ class ChunkStore:
         lookup, pages = found.lookup, {found.pages[i] for i in used}
         try:
             self._enter_arrived(found)
+        except Exception as error:  # noqa: BLE001 - counted; other lookups wait behind this one to be let go of
+            self._count("engine", "chunks that arrived could not be listed", error)
         finally:
             unused = [page for page, pin in enumerate(lookup.pins) if pin != UNPINNED and page not in pages]
             self.store.give_back(lookup, unused)

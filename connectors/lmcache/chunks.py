@@ -188,3 +188,7 @@ def _attention(
         for n in range(layers)
         for part, role in enumerate((Role.K, Role.V))
     ]
+
+
+SAMPLE = layout_of((((2, 1, 16, 64), "torch.bfloat16"),), Attention.VLLM, 0, (2,))
+"""Some attention, by which it is seen before the first chunk whether the configuration has a codec for any."""

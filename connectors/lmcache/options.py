@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.config import Config, load_config, parse_config
+from kvtier.config import Config, parse_config, read_block
 from kvtier.connectors.lmcache.chunks import Attention
 from kvtier.errors import ConfigError
 
@@ -38,6 +39,7 @@ class AdapterOptions:
         """From `adapter_params`. Raises ConfigError."""
         own = {name: params[name] for name in _OWN if name in params}
         block = {name: value for name, value in params.items() if name not in _OWN}
+        _refuse_misspelt(block)
         file = own.pop("config", None)
         if file is not None:
             if block:
@@ -46,7 +48,7 @@ class AdapterOptions:
                 )
             if not isinstance(file, str):
                 raise ConfigError(f"config = {file!r}: give the path of a configuration file")
-            config = load_config(file)
+            config = _from_file(file)
         else:
             config = parse_config(block if "tiers" in block else {**DEFAULT_CONFIG, **block})
         if config.compacted:
@@ -58,6 +60,24 @@ class AdapterOptions:
             _text("instance", own.get("instance", "kvtier")),
             _text("weights", own.get("weights", "")),
         )
+
+
+def _refuse_misspelt(block: Mapping[str, Any]) -> None:
+    """Names that are meant for one of `_OWN`, of which the block's own check knows nothing."""
+    for name in sorted(block.keys() - Config.model_fields.keys()):
+        near = difflib.get_close_matches(name, (*_OWN, *Config.model_fields), n=1)
+        if near and near[0] in _OWN:
+            value = block[name]
+            raise ConfigError(f"unknown option {name!r} (value {value!r}); did you mean {near[0]!r}? Else remove it")
+
+
+def _from_file(path: str) -> Config:
+    block = read_block(path, "tiers")
+    misplaced = [name for name in _OWN if name in block]
+    if misplaced:
+        given = ", ".join(f"{name} = {block[name]!r}" for name in misplaced)
+        raise ConfigError(f"config = {path!r} holds {given}, which is no option of the file: write it beside config")
+    return parse_config(block)
 
 
 def _attention(value: Any) -> Attention:

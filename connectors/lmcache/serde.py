@@ -18,7 +18,7 @@ from kvtier.abc.codec import Codec
 from kvtier.abc.tier import PageMeta
 from kvtier.build import open_codec
 from kvtier.codecs.registry import codec, codec_for_form
-from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, object_chunk, object_layout
+from kvtier.connectors.lmcache.chunks import SAMPLE, Chunk, ChunkLayout, object_chunk, object_layout
 from kvtier.connectors.lmcache.identity import encode_key, namespace_of
 from kvtier.connectors.lmcache.options import AdapterOptions
 from kvtier.errors import CodecError, ConfigError
@@ -136,12 +136,14 @@ def _memory(item: Any, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def make_serde(params: Mapping[str, Any]) -> Any:
-    """From the adapter's ``"serde"`` block: `max_workers`, and the adapter's own parameters without tiers."""
+    """From the adapter's ``"serde"`` block: `max_workers`, and the adapter's own parameters without tiers.
+    Raises ConfigError."""
     rest = {name: value for name, value in params.items() if name not in ("type", "max_workers")}
     options = AdapterOptions.of(rest)
     workers = params.get("max_workers", 1)
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"max_workers = {workers!r}: give a number of threads, at least 1")
+    _Pages(options).codec(SAMPLE)  # what is wrong with it is told now, not with every chunk
     return AsyncSerdeProcessor(ColdSerializer(options), ColdDeserializer(options), max_workers=workers)
 
 

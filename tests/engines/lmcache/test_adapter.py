@@ -203,6 +203,7 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
         ({"config": "/etc/x.yaml", "tiers": []}, "write them into the file"),
         ({"config": "/nowhere/x.yaml"}, "cannot be read"),
         ({"capacity": "1GiB"}, "unknown option 'capacity'"),
+        ({"atention": "vllm"}, "unknown option 'atention' (value 'vllm'); did you mean 'attention'?"),
         ({"instance": 3}, "instance = 3: give text"),
     ],
 )
@@ -214,6 +215,40 @@ def test_a_mistake_in_the_parameters_is_named(params: dict[str, Any], message: s
     with pytest.raises(ValueError, match=re.escape(message)):
         KvtierL2AdapterConfig.from_dict(params)
     assert "attention" in KvtierL2AdapterConfig.help()
+
+
+def test_an_option_of_the_adapter_in_the_file_is_told_where_it_belongs(tmp_path: Path) -> None:
+    from kvtier.connectors.lmcache import KvtierL2AdapterConfig
+
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("attention: vllm\ntiers:\n  - {type: host, capacity: 1MiB}\n")
+    with pytest.raises(ValueError, match=r"holds attention = 'vllm', .* write it beside config"):
+        KvtierL2AdapterConfig.from_dict({"config": str(file)})
+
+
+def test_a_checkpoint_without_scales_is_told_before_the_first_chunk(drive: Any, tmp_path: Path) -> None:
+    method = {"quant": "nvfp4", "global_scale": "checkpoint", "scale_checkpoint_path": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"scale_checkpoint_path = .* there is no safetensors file"):
+        drive(kv_cache_compression_config=[{"algorithm": "quantization_for_cold_page", **method}])
+
+
+def test_the_serde_refuses_pages_of_unknown_size_before_the_first_chunk() -> None:
+    from kvtier.connectors.lmcache.serde import make_serde
+
+    lossless = [{"algorithm": "quantization_for_cold_page", "quant": "lossless"}]
+    with pytest.raises(ValueError, match="quant: the serde kvtier_nvfp4 needs pages of a size that is known before"):
+        make_serde({"type": "kvtier_nvfp4", "attention": "vllm", "kv_cache_compression_config": lossless})
+
+
+def test_chunks_that_the_host_tier_has_no_room_for_are_told_once(drive: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from .storage import keys
+
+    driver = drive(tiers=[{"type": "host", "capacity": "64KiB"}])
+    for base in (0, 10):
+        assert not driver.store(keys(2, base=base), driver.objects(2, fill=1)).is_successful()
+    (told,) = (r.getMessage() for r in caplog.records if "chunk of" in r.getMessage())
+    assert "98304 bytes is not stored" in told and "tiers[0].capacity = 65536 bytes; give that more" in told
+    assert driver.adapter.report_status()["offloads"]["too_large"] == 4
 
 
 def test_keys_are_told_apart_and_can_be_read_back() -> None:

@@ -207,6 +207,23 @@ def test_lookups_that_are_never_unlocked_end_with_their_lease(drive: Any) -> Non
     assert driver.store(keys(8, base=50), driver.objects(8, fill=1)).is_successful(), "nothing is pinned"
 
 
+def test_an_error_about_one_lookup_keeps_no_other_one_pinned(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from .storage import keys
+
+    driver = drive()
+    driver.store(keys(6), driver.objects(6, fill=1))
+    for i in range(6):
+        assert driver.lookup(keys(1, base=i)) == [0]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(driver.adapter._chunks, "_enter_arrived", fails)
+    driver.adapter.submit_unlock(keys(6))
+    status = driver.adapter.report_status()
+    assert len(driver.adapter._leases) == 0 and status["open_lookups"] == 0 and status["errors"]["engine"] == 6
+
+
 def test_a_board_gives_every_task_one_result() -> None:
     from kvtier.connectors.lmcache.tasks import TaskBoard
 
