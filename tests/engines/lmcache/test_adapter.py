@@ -48,6 +48,40 @@ def test_no_keys_and_no_lookup_before_a_load(drive: Any) -> None:
     assert (out[2].raw_data == written[2].raw_data).all() and not out[4].raw_data.any()
 
 
+def test_listeners_hear_of_chunks_and_a_prefix_is_one_lookup(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache.v1.distributed.internal_api import L2AdapterListener
+
+    from .storage import keys, until
+
+    heard: list[tuple[str, list[Any]]] = []
+
+    class Listener(L2AdapterListener):
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+            assert len(keys) == len(sizes) and min(sizes) > 0
+            heard.append(("stored", sorted(key.chunk_hash for key in keys)))
+
+        def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+            heard.append(("accessed", sorted(key.chunk_hash for key in keys)))
+
+        def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+            heard.append(("deleted", sorted(key.chunk_hash for key in keys)))
+
+    driver = drive()
+    driver.adapter.register_listener(Listener())
+    store, asked = driver.adapter._chunks.store, []
+    real = store.lookup
+    monkeypatch.setattr(store, "lookup", lambda name, pages, **k: (asked.append(len(pages)), real(name, pages, **k))[1])
+    driver.store(keys(4), driver.objects(4, fill=1))
+    driver.store(keys(4), driver.objects(4, fill=1))  # no news
+    assert driver.lookup(keys(5)) == [0, 1, 2, 3] and asked == [5]
+    driver.adapter.submit_unlock(keys(4)[2:])
+    assert driver.load(keys(2), driver.objects(2)) == [0, 1]
+    driver.adapter.delete(keys(3)[1:])
+    until(lambda: len(heard) >= 3)
+    names = [key.chunk_hash for key in keys(4)]
+    assert heard == [("stored", names), ("accessed", names[:2]), ("deleted", names[1:3])]
+
+
 def test_pages_have_the_priority_of_the_configuration(drive: Any) -> None:
     from .storage import keys
 

@@ -210,3 +210,47 @@ def test_kvtier_with_redis_below_serves_a_second_machine(resp: int) -> None:
         assert status["hits"]["redis"] == len(found) and status["misses"]["dropped"] == 5 - len(found)
     finally:
         second.close()
+
+
+def test_a_prefix_that_lies_in_three_tiers_is_found_as_one(resp: int, tmp_path: Path) -> None:
+    import torch
+
+    from kvtier.connectors.lmcache.identity import encode_key
+
+    from . import storage
+
+    params = {
+        "attention": "vllm",
+        "tiers": [
+            {"type": "host", "capacity": "64MiB"},
+            {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+            {"type": "redis", "url": f"redis://127.0.0.1:{resp}"},
+        ],
+        "kv_cache_compression_config": RAW,
+        "promote_deadline": "60s",
+    }
+    manager = storage.Storage(storage.kvtier_adapter(**params))
+    try:
+        asked = storage.keys(9)
+        written = manager.put(asked[:8], storage.VLLM)
+        chunks = manager.adapter._chunks
+        store = chunks.store
+        assert store.flush(storage.PATIENCE_S)
+        pages = chunks.keys_of(manager.adapter._layout_of(storage.VLLM), [encode_key(key) for key in asked[:8]])
+        nvme, redis = store.lower
+        assert all(nvme.contains_many(pages)) and all(redis.contains_many(pages))
+        store.host.delete_many(pages[3:])
+        nvme.delete_many(pages[:3] + pages[6:])
+        redis.delete_many(pages[:6])
+        manager.forget()
+        found = manager.get(asked, storage.VLLM)
+        assert sorted(found) == list(range(8))
+        assert all(torch.equal(a, b) for i in found for a, b in zip(found[i], written[i], strict=True))
+        storage.until(lambda: manager.adapter.report_status()["open_lookups"] == 0)
+        status = manager.adapter.report_status()
+        assert status["hits"] == {"host": 3, "nvme": 3, "redis": 2} and status["misses"]["absent"] == 1
+        manager.adapter.delete([asked[4]])
+        manager.forget()
+        assert sorted(manager.get(asked, storage.VLLM)) == [0, 1, 2, 3], "what is of use ends before the gap"
+    finally:
+        manager.close()
