@@ -135,8 +135,9 @@ def object_layout(described: Any, attention: Attention, rope_dim: int) -> ChunkL
 
 
 def object_chunk(item: Any, attention: Attention, rope_dim: int) -> Chunk | None:
-    """The memory of one of LMCache's objects; None where it was freed meanwhile, or is not what it says."""
-    memory = item.raw_tensor if item.is_valid() else None
+    """The memory of one of LMCache's objects; None where it was freed meanwhile, holds nothing, or is not what it
+    says."""
+    memory = item.raw_tensor if item.is_valid() and item.get_size() else None
     if memory is None or memory.device.type != "cpu" or not memory.is_contiguous():
         return None
     layout, nbytes = object_layout(item.meta, attention, rope_dim), item.get_size()

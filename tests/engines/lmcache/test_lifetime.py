@@ -193,6 +193,20 @@ def test_a_group_that_nobody_describes_and_memory_of_another_layout(drive: Any) 
     assert driver.adapter.report_status()["misses"]["corrupt"] == 0
 
 
+def test_an_object_of_no_tokens_fails_alone(drive: Any) -> None:
+    from . import storage
+
+    driver = drive()
+    right, driver.desc = driver.desc, storage.layout(((2, 3, 0, 128), storage.BF16))
+    empty = driver.objects(1)
+    driver.desc = right
+    memory = [driver.objects(1, fill=1)[0], empty[0], driver.objects(1, fill=2)[0]]
+    assert not driver.store(storage.keys(3), memory).is_successful()
+    assert driver.lookup(storage.keys(3)) == [0, 2]
+    assert driver.load(storage.keys(3), memory) == [0, 2]
+    assert sum(driver.adapter.report_status()["errors"].values()) == 0
+
+
 def test_lookups_that_are_never_unlocked_end_with_their_lease(drive: Any) -> None:
     from .storage import keys, until
 
