@@ -181,21 +181,31 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._end_waiting(waiting)
 
     def _wait(self) -> None:
-        while True:
-            with self._arrival:
-                self._arrival.wait_for(lambda: self._waiting or self._closed, self._expire_every_s)
-                if self._closed:
-                    return
-                ready: list[_Waiting] = []
-                waiting: list[_Waiting] = []
-                for w in self._waiting:
-                    (waiting if w.found.lookup.pending else ready).append(w)
-                self._waiting = waiting
-            for w in ready:
-                self._end_waiting(w)
-            self._expire()
-            if waiting and not ready:
-                self._chunks.store.wait(waiting[0].found.lookup, _POLL_S)
+        while not self._closed:
+            try:
+                self._wait_once()
+            except Exception as error:  # noqa: BLE001, PERF203 - no other thread answers lookups that wait
+                self.count_error("lookup", error)
+                with self._arrival:
+                    waiting, self._waiting = self._waiting, []
+                for w in waiting:
+                    self._end_waiting(w)
+
+    def _wait_once(self) -> None:
+        with self._arrival:
+            self._arrival.wait_for(lambda: self._waiting or self._closed, self._expire_every_s)
+            if self._closed:
+                return
+            ready: list[_Waiting] = []
+            waiting: list[_Waiting] = []
+            for w in self._waiting:
+                (waiting if w.found.lookup.pending else ready).append(w)
+            self._waiting = waiting
+        for w in ready:
+            self._end_waiting(w)
+        self._expire()
+        if waiting and not ready:
+            self._chunks.store.wait(waiting[0].found.lookup, _POLL_S)
 
     @_guarded(lambda: None)
     def _expire(self) -> None:

@@ -161,6 +161,32 @@ def test_a_tier_that_hangs_costs_its_deadline_and_no_other_task(
     until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
 
 
+def test_an_error_in_the_waiting_thread_is_a_miss_and_the_thread_goes_on(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .storage import keys, until
+
+    tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
+    driver = drive(tiers=tiers, promote_deadline="60s")
+    store = driver.adapter._chunks.store
+    driver.store(keys(4), driver.objects(4, fill=1))
+    assert store.flush(60.0)
+    store.host.delete_many(driver.adapter._chunks.keys_of(_layout(driver), _hashes(keys(4))))
+    go, disk = threading.Event(), store.lower[0]
+    real = disk.get_many_into
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "get_many_into", lambda *a, **k: (go.wait(120.0), real(*a, **k))[1])
+        patch.setattr(store, "wait", broken)
+        assert driver.lookup(keys(4)) == [], "what has not come by then is not waited for"
+        go.set()
+    assert driver.adapter.report_status()["errors"]["engine"] == 1
+    until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
+
+
 def test_errors_inside_are_counted_and_answered(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from .storage import keys
 
