@@ -99,6 +99,8 @@ COMMANDS: tuple[Run | Serve | Elsewhere, ...] = (
     Elsewhere(
         r"lmcache server .*kvtier_nvfp4.*", "needs LMCache", "tests/engines/lmcache/test_server.py", "kvtier_nvfp4"
     ),
+    Elsewhere(r"lmcache bench server .*", "needs LMCache", "tests/engines/lmcache/server.py", '"bench", "server"'),
+    Elsewhere(r"lmcache bench l2 .*", "needs LMCache", "tests/engines/lmcache/test_server.py", '"bench", "l2"'),
     Elsewhere(
         r"vllm serve .*",
         "needs vLLM, whose environment takes 10 minutes; `make test-vllm` has the same configuration",
