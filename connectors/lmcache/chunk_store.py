@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from prometheus_client import Gauge
+
 from kvtier.abc.codec import Codec
 from kvtier.abc.tier import Removal
 from kvtier.build import open_codec, open_store
@@ -102,6 +104,10 @@ class ChunkStore:
             self._config, shard="lmcache", rank=rank, ranks=ranks, on_removed=self._removed
         )
         self.ledger = self.store.ledger
+        # Not "instance", which is Prometheus's own label for where it asked.
+        told = self.ledger.registry
+        name = Gauge("kvtier_adapter_info", "The adapter whose metrics these are", ["adapter"], registry=told)
+        name.labels(options.instance).set(1)
         self._http: HttpExporter | None = None
         try:
             for tier in self.store.lower:

@@ -35,6 +35,13 @@ def test_the_three_descriptors_differ_and_every_result_comes_once(drive: Any) ->
     assert driver.adapter.report_status()["misses"]["absent"] == 2
 
 
+def test_an_adapter_goes_by_its_name_in_status_and_metrics(drive: Any) -> None:
+    adapter = drive(instance="under-test").adapter
+    assert adapter.report_status()["instance"] == "under-test"
+    registry = adapter._chunks.ledger.registry
+    assert registry.get_sample_value("kvtier_adapter_info", {"adapter": "under-test"}) == 1
+
+
 def test_no_keys_and_no_lookup_before_a_load(drive: Any) -> None:
     from .storage import keys
 
