@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -62,6 +62,7 @@ class LedgerSnapshot:
 
     Bytes are of pages whose encode or decode completed: `hot_bytes` as they lie in the engine's cache,
     `hot_bytes_16bit` with attention values counted at 16 bits, `cold_bytes` as stored; keys are directions.
+    codec_seconds: spent in codec calls, by what they did; threads that work at the same time add up.
     """
 
     lookups: int
@@ -75,6 +76,7 @@ class LedgerSnapshot:
     spills: dict[str, dict[str, int]]
     load_failures: int
     errors: dict[str, int]
+    codec_seconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,6 +84,8 @@ class LedgerSnapshot:
 
 ERROR_SITES = ("lookup", "load", "offload", "promote", "spill", "engine", "http", "observe")
 """Places where an error is caught so that the engine keeps serving; each is a label of `kvtier_errors_total`."""
+
+CODEC_OPS = ("encode", "decode", "verify")
 
 _RELATIVE_ERRORS = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.09, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1.0)
 _AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0)
@@ -111,6 +115,7 @@ class Ledger(Collector):
         self._slow_restores = 0
         self._violations = 0
         self._saved_s = 0.0
+        self._codec_s = dict.fromkeys(CODEC_OPS, 0.0)
         self._ages = np.zeros(len(_AGES) + 1, np.int64)
         self._ages_sum_s = 0.0
         self._usages: dict[str, Callable[[], TierUsage]] = {}
@@ -136,7 +141,7 @@ class Ledger(Collector):
             buckets=_RELATIVE_ERRORS,
             registry=self.registry,
         )
-        for op in ("encode", "decode", "verify"):
+        for op in CODEC_OPS:
             self._codec_seconds.labels(op)
         for tier in tiers:
             for op in ("get", "put"):
@@ -226,6 +231,8 @@ class Ledger(Collector):
 
     def time_codec(self, op: str, seconds: float) -> None:
         self._codec_seconds.labels(op).observe(seconds)
+        with self._lock:
+            self._codec_s[op] += seconds
 
     def time_tier(self, tier: str, op: str, seconds: float) -> None:
         self._tier_seconds.labels(tier, op).observe(seconds)
@@ -258,6 +265,7 @@ class Ledger(Collector):
                 spills={t: dict(s) for t, s in self._spills.items()},
                 load_failures=self._load_failures,
                 errors=dict(self._errors),
+                codec_seconds=dict(self._codec_s),
             )
 
     def collect(self) -> Iterator[Metric]:

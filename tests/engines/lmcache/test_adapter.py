@@ -42,6 +42,19 @@ def test_an_adapter_goes_by_its_name_in_status_and_metrics(drive: Any) -> None:
     assert registry.get_sample_value("kvtier_adapter_info", {"adapter": "under-test"}) == 1
 
 
+def test_the_time_of_encoding_and_decoding_is_told(drive: Any) -> None:
+    from .storage import keys
+
+    driver = drive()
+    driver.store(keys(2), driver.objects(2, fill=3))
+    assert driver.load(keys(2), driver.objects(2)) == [0, 1]
+    told = driver.adapter.report_status()["codec_seconds"]
+    registry = driver.adapter._chunks.ledger.registry
+    assert told["encode"] > 0 and told["decode"] > 0
+    for op, seconds in told.items():
+        assert registry.get_sample_value("kvtier_codec_seconds_sum", {"op": op}) == pytest.approx(seconds)
+
+
 def test_no_keys_and_no_lookup_before_a_load(drive: Any) -> None:
     from .storage import keys
 
