@@ -307,10 +307,10 @@ class Ledger(Collector):
             watched = dict(self._usages)
         usages = {tier: usage() for tier, usage in watched.items()}
         gauges = {"capacity_bytes": "Capacity", "used_bytes": "Bytes in use", "resident_pages": "Pages resident"}
-        for field, text in gauges.items():
-            gauge = GaugeMetricFamily(f"kvtier_tier_{field}", text, labels=["tier"])
+        for name, text in gauges.items():
+            gauge = GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"])
             for tier, usage in usages.items():
-                gauge.add_metric([tier], getattr(usage, field))
+                gauge.add_metric([tier], getattr(usage, name))
             yield gauge
         counts = {
             "recovered_pages": "Pages found on opening",
@@ -321,8 +321,8 @@ class Ledger(Collector):
             "put_bytes": "Bytes written",
             "get_bytes": "Bytes read",
         }
-        for field, text in counts.items():
-            yield _counters(f"kvtier_tier_{field}", text, "tier", {t: getattr(u, field) for t, u in usages.items()})
+        for name, text in counts.items():
+            yield _counters(f"kvtier_tier_{name}", text, "tier", {t: getattr(u, name) for t, u in usages.items()})
 
 
 def _counter(name: str, text: str, value: int) -> Metric:

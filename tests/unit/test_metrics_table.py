@@ -62,10 +62,11 @@ def test_names_types_and_labels_of_single_parts(tmp_path: Path) -> None:
     shown = exposed(nvme.collector, RedisCollector("redis", lambda: counters), stats, BreakEven(["nvme"]), events)
     nvme.close()
     events.close()
-    # SGLang's cannot be imported here: they are read from the source.
-    for path in (ROOT / "connectors" / "sglang").glob("*.py"):
+    # The engines' cannot be imported here: they are read from the source.
+    for path in (*(ROOT / "connectors" / "sglang").glob("*.py"), *(ROOT / "connectors" / "lmcache").glob("*.py")):
         text = path.read_text()
-        shown |= {name: ("gauge", set()) for name in re.findall(r'Gauge\(\s*"(kvtier_\w+_\w+)"', text)}
+        for name, labels in re.findall(r'Gauge\(\s*"(kvtier_\w+_\w+)"(?:, "[^"]*", \[([^]]*)\])?', text):
+            shown[name] = ("gauge", set(re.findall(r'"(\w+)"', labels)))
         shown |= {name: ("gauge", set()) for name in re.findall(r'_show\(\s*"(kvtier_\w+)"', text)}
         for name, labels in re.findall(r'Counter\(\s*"(kvtier_\w+)", "[^"]*", \[([^]]*)\]', text):
             shown[name] = ("counter", set(re.findall(r'"(\w+)"', labels)))
