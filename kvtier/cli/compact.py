@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvtier.cli.options import at_least, check_writable
-from kvtier.errors import ArtefactError, ConfigError, missing_extra
+from kvtier.errors import ArtefactError, ConfigError
 
 if TYPE_CHECKING:
     from kvtier.compression.compaction.manifest import Described, Manifest
@@ -244,15 +244,3 @@ def _print(manifest: Manifest, told: dict[str, Any]) -> None:
     for name, value in manifest.figures.items():
         add_row(name, f"{value:.6g}")
     Console().print(table)
-
-
-def import_torch() -> Any:
-    """torch, with transformers there as well, or the error that names the extra."""
-    try:
-        import torch
-        import transformers
-    except ImportError as e:
-        raise missing_extra(str(e.name), "transformers") from e
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    return torch

@@ -10,9 +10,8 @@ from kvtier.errors import ConfigError
 def measure(model_name: str, text: Path, out: Path, *, system_tokens: int, dtype: str) -> tuple[int, int]:
     """Write the largest KVzip score of each head as `out`; the number of layers and of KV heads. Raises ConfigError for
     a model whose cache has no KV heads to choose from."""
-    from kvtier.cli.compact import import_torch
     from kvtier.cli.compact_progress import shown
-    from kvtier.cli.compact_run import load_model, load_tokenizer, read_tokens
+    from kvtier.cli.compact_run import import_torch, load_model, load_tokenizer, read_tokens
 
     import_torch()
     from safetensors.torch import save_file

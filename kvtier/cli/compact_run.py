@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, missing_extra
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,6 @@ class Job:
     def run(self) -> float:
         """Write the file; the seconds that compacting took. Raises ConfigError for options that cannot work, before the
         model is run where possible."""
-        from kvtier.cli.compact import import_torch
         from kvtier.cli.compact_progress import shown
 
         _text("CONTEXT", self.context)  # before the model is loaded
@@ -287,3 +286,15 @@ def _text(option: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{option} {str(path)!r} cannot be read ({e}): give a file of UTF-8 text") from None
+
+
+def import_torch() -> Any:
+    """torch, with transformers there as well, or the error that names the extra."""
+    try:
+        import torch
+        import transformers
+    except ImportError as e:
+        raise missing_extra(str(e.name), "transformers") from e
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return torch

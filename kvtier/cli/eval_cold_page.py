@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier.cli.eval_forms import CODECS, FORMS, Again, Record
 from kvtier.cli.options import at_least, check_writable
 from kvtier.errors import ConfigError
 
@@ -27,44 +28,11 @@ OFFSET = (80.0, 40.0, 20.0)
 """What `offset` adds to three channels of every key head, and takes away again behind the codec: it does not change
 attention, and stands for models with a bias in their key projection."""
 
-CODECS = ("nvfp4", "nvfp4_identity", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "lossless")
-CONTROLS = ("bf16", "fp8", "int2", "recency_50")
-FORMS = (*CONTROLS, *CODECS)
 _NAMED: dict[str, tuple[str, dict[str, str]]] = {"nvfp4_identity": ("nvfp4", {"global_scale": "identity"})}
 """Codec and options of the names in CODECS that are not a codec's own."""
 
 Layers = list[tuple["torch.Tensor", "torch.Tensor"]]
 """Per layer K and V, ``[batch, kv_heads, tokens, head_dim]``, float32, K after RoPE."""
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """What a second trip through the form gives, as in `Record`; older files have only the KL."""
-
-    kl: float
-    top1: float | None = None
-    delta_nll: float | None = None
-    key_nll: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One form at one length. kl: nats per token, mean over windows; kl_max: of the worst window. top1: share of tokens
-    whose likeliest successor is the same. key_nll: nats per token of the pass keys.
-    bytes_per_value: of the stored K and V. compressed: share of the restored pages that were stored in the form.
-    again: after a second trip, if measured. offset: whether keys had one."""
-
-    form: str
-    context_tokens: int
-    kl: float
-    top1: float
-    delta_nll: float
-    key_nll: float | None
-    bytes_per_value: float
-    compressed: float
-    kl_max: float
-    offset: bool
-    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kvtier.cli.eval_cold_page import CODECS, FORMS, Again, Record
+from kvtier.cli.eval_forms import CODECS, FORMS, Again, Record
 from kvtier.errors import ConfigError, missing_extra
 
 GATE_KL = 0.02

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvtier.build import default_quant
-from kvtier.cli.eval_cold_page import PAGE_TOKENS, ColdPageEval, Record
+from kvtier.cli.eval_cold_page import PAGE_TOKENS, ColdPageEval
+from kvtier.cli.eval_forms import Record
 from kvtier.spec import DType, PageSpec
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]

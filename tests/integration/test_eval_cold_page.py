@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.eval_cold_page import CODECS, CONTROLS
+from kvtier.cli.eval_forms import CODECS, CONTROLS
 from kvtier.cli.eval_round_trip import measure
 from tests.character_model import write_character_model
 
