@@ -61,10 +61,25 @@ class Xxh3:
     def update(self, buffer: Any) -> None: ...
     def digest(self) -> bytes: ...
 
-def read_words(buffer: Any, start: int, end: int, args_max: int, bulk_max: int) -> tuple[int, list[bytes], int] | None:
-    """The start of a command of the Redis protocol in ``buffer[start:end]``: where what was not read begins, the
-    arguments that were, and how many are left. It stops before an argument that is not there as a whole, is no
-    argument, or is a value of SET or MSET. None where not even the number of arguments could be read."""
+CLOSED: int
+NO_LINE_END: int
+
+def read_command(
+    fd: int, buffer: bytearray, start: int, end: int, args_max: int, bulk_max: int, value_max: int
+) -> tuple[int, int, list[bytes] | None, int, int, int]:
+    """The start of a command of the Redis protocol in ``buffer[start:end]``; where that is empty it waits for some on
+    the blocking socket `fd` first (-1: it does not). Start and end of what was not read, the arguments that were, how
+    many are left, the bytes of the value that begins at the new start (-1: none does), and why nothing came: an errno,
+    CLOSED, or 0. It stops before an argument that is not there as a whole or is no argument, and behind the line that
+    begins a value of SET or MSET of at most `value_max` bytes. None for the arguments where not even their number could
+    be read."""
+
+def read_value(
+    fd: int, buffer: bytearray, start: int, end: int, out: memoryview, key: bytes
+) -> tuple[int, int, bytes, int]:
+    """Fill `out` from ``buffer[start:end]`` and then from the blocking socket `fd`, and read the line end behind it;
+    what follows goes into the buffer. Start and end of what was not read, `kvtier.keys.checksum` of the value, and why
+    it is not all there: an errno, CLOSED, NO_LINE_END, or 0."""
 
 def update_all(buffer: Any, hashes: list[Xxh3]) -> None:
     """Feed `buffer` to all `hashes`, but read it from memory once."""
@@ -167,5 +182,6 @@ class GhostStack:
     def threshold(self) -> int: ...
     def looked_up(self, keys: bytes) -> None: ...
     def stored(self, keys: bytes, nbytes: _I64) -> None: ...
+    def stored_one(self, key: bytes, nbytes: int) -> None: ...
     def dropped(self, keys: bytes) -> None: ...
     def histogram(self, out: _F64) -> None: ...

@@ -42,11 +42,13 @@ def open_store(
     ranks: int = 1,
     several: bool = False,
     on_removed: RemovalListener | None = None,
+    origins: bool = True,
 ) -> TieredStore:
     """Open every tier of `config` for one of `ranks` ranks of this node.
 
     A rank takes its share of each capacity, and directories of its own: ``<path>/<shard>/rank<r>``. With several ranks
-    pins never end by a clock, since ranks must answer alike. several: there are more of them on other nodes.
+    pins never end by a clock, since ranks must answer alike. several: there are more of them on other nodes. origins:
+    those of pages are an engine's hashes.
     """
     alone = ranks == 1 and not several
     if not 0 <= rank < ranks:
@@ -67,7 +69,7 @@ def open_store(
             prefill_s_per_token=config.prefill_s_per_token,
         )
         ledger = Ledger([tier.name for tier in opened])
-        watch = _watch(config, opened, ledger, break_even, rank if ranks > 1 else None)
+        watch = _watch(config, opened, ledger, break_even, rank if ranks > 1 else None, origins)
         store = TieredStore(
             cast(StagingTier, opened[0]),
             opened[1:],
@@ -101,7 +103,9 @@ def open_store(
         raise
 
 
-def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: BreakEven, rank: int | None) -> Watch:
+def _watch(
+    config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: BreakEven, rank: int | None, origins: bool
+) -> Watch:
     record = None if config.record is None else config.record.expanduser()
     if record is not None and rank is not None:
         record = record.with_name(f"{record.stem}.rank{rank}{record.suffix}")
@@ -113,6 +117,7 @@ def _watch(config: Config, opened: Sequence[Tier], ledger: Ledger, break_even: B
         opentelemetry=config.opentelemetry,
         debug=config.debug,
         kv_events=config.kv_events if not rank else None,  # the first speaks for all: each has a part of every page
+        origins=origins,
     )
     exclusive = any(isinstance(tier, LowerTierConfig) and tier.write == "back" for tier in config.tiers)
     usages = {tier.name: tier.usage for tier in opened}

@@ -16,6 +16,10 @@ class Evicted:
         self._lock = threading.Lock()
         self._when_s: dict[bytes, float] = {}  # of the monotonic clock; the latest are at the end
 
+    @property
+    def any(self) -> bool:
+        return bool(self._when_s)
+
     def __contains__(self, key: object) -> bool:
         return key in self._when_s
 

@@ -107,6 +107,11 @@ class Ghosts(Collector):
         with self._lock:
             self._stack.stored(joined, sizes)
 
+    def stored_one(self, key: bytes, nbytes: int) -> None:
+        """As `stored`, of one page."""
+        with self._lock:
+            self._stack.stored_one(key, nbytes)
+
     def dropped(self, keys: Sequence[bytes]) -> None:
         """Pages that were deleted, not evicted."""
         joined = b"".join(keys)

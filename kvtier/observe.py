@@ -49,6 +49,8 @@ class ObserveOptions:
     opentelemetry: bool = False
     debug: bool = False
     kv_events: KvEventsConfig | None = None
+    origins: bool = True
+    """Whether misses tell pages of another namespace: only where pages' origins are an engine's hashes."""
 
 
 class Observer:
@@ -56,6 +58,8 @@ class Observer:
 
     inventory: Inventory | None = None
     """Of the store that is watched, for the status page; None: nobody may ask over HTTP."""
+    hears_moves = False
+    """Whether `arrived` and `left` do anything."""
 
     def page_holds(self, tokens: int, spec: bytes = b"") -> None:
         """Pages, by the fingerprint of their geometry, hold so many tokens; called before the first of them moves. May
@@ -69,6 +73,10 @@ class Observer:
 
     def stored(self, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         """New pages were committed."""
+
+    def stored_one(self, key: bytes, meta: PageMeta) -> None:
+        """As `stored`, of one page."""
+        self.stored([key], [meta])
 
     def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         """Pages are in one of the tiers now, new ones in the first, too; may be told twice."""
@@ -115,7 +123,7 @@ class Watch(Observer):
         self._usages = dict(usages)
         self._break_even = break_even
         self._page_tokens = 0
-        self._origins = Origins()
+        self._origins: Origins | None = Origins() if options.origins else None
         self._explainer = Explainer(options.explain_sample)
         self._ghosts: Ghosts | None = None
         if options.ghosts:
@@ -135,6 +143,7 @@ class Watch(Observer):
             publisher = Publisher(EventOptions(asked.endpoint, asked.topic, asked.queue))
             ledger.registry.register(publisher)
             self._events = KvEvents(publisher, holds)
+            self.hears_moves = True
         self._recorder: LookupRecorder | None = None
         # Recorded by a thread of its own: hashing a thousand keys takes a millisecond, a full disk longer.
         self._writer = WorkerPool("kvtier-record", 1 if options.record else 0, partial(self._failed, "record"))
@@ -145,7 +154,8 @@ class Watch(Observer):
     def learn(self, pages: Iterable[tuple[bytes, PageMeta]]) -> None:
         """Pages that a tier had when it was opened."""
         found = list(islice(pages, ROWS))
-        self._origins.stored([meta.origin for _, meta in found], [key for key, _ in found])
+        if self._origins is not None:
+            self._origins.stored([meta.origin for _, meta in found], [key for key, _ in found])
 
     def page_holds(self, tokens: int, spec: bytes = b"") -> None:
         self._page_tokens = tokens
@@ -163,7 +173,14 @@ class Watch(Observer):
     def stored(self, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         if self._ghosts is not None:
             self._ghosts.stored(keys, [meta.nbytes for meta in metas])
-        self._origins.stored([meta.origin for meta in metas], keys)
+        if self._origins is not None:
+            self._origins.stored([meta.origin for meta in metas], keys)
+
+    def stored_one(self, key: bytes, meta: PageMeta) -> None:
+        if self._ghosts is not None:
+            self._ghosts.stored_one(key, meta.nbytes)
+        if self._origins is not None:
+            self._origins.stored([meta.origin], [key])
 
     def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         if self._events is not None:
@@ -178,6 +195,8 @@ class Watch(Observer):
             self._ghosts.dropped(keys)
 
     def elsewhere(self, hashes: Sequence[bytes], keys: Sequence[bytes]) -> Sequence[bool]:
+        if self._origins is None:
+            return super().elsewhere(hashes, keys)
         return [bool(found) for found in self._origins.elsewhere(hashes, keys)]
 
     def offloaded(self, began_s: float, outcomes: Mapping[str, int]) -> None:

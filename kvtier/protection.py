@@ -20,6 +20,8 @@ class Protection:
         self._limit_bytes = host.usage().capacity_bytes // _SHARE
         self._lock = threading.Lock()
         self._bytes: dict[bytes, int] = {}  # in the host tier, by page
+        self.any = False
+        """Whether pages are protected."""
         self._sum_bytes = 0
 
     def add(self, keys: Sequence[bytes], except_for: Container[bytes], *, dry_run: bool = False) -> list[bool]:
@@ -39,6 +41,7 @@ class Protection:
                         tier.protect_many([key], True)
             if not dry_run:
                 self._sum_bytes = sum_bytes
+                self.any = bool(protected)
         return done
 
     def end(self, keys: Sequence[bytes]) -> None:
@@ -53,6 +56,7 @@ class Protection:
             with self._lock:
                 for key in keys:
                     self._sum_bytes -= self._bytes.pop(key, 0)
+                self.any = bool(self._bytes)
 
     def pages(self) -> frozenset[bytes]:
         """Those that are protected now."""

@@ -17,7 +17,9 @@ class Room:
     def __init__(self, host: StagingTier, make_evictable: Callable[[], None]) -> None:
         self._host = host
         self._make_evictable = make_evictable
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # entered as it is: a Condition's own __enter__ is Python
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._closed = False
         self.filling = 0
         """Slots reserved, and neither committed nor given back."""
@@ -43,24 +45,44 @@ class Room:
                     break  # two writers that hold slots and wait for more would starve each other
                 if not hope():
                     break
-                with self._changed:
-                    self._changed.wait(min(left, _LOOK_AGAIN_S))
-        with self._changed:
+                with self._lock:
+                    self._waiting += 1
+                    try:
+                        self._changed.wait(min(left, _LOOK_AGAIN_S))
+                    finally:
+                        self._waiting -= 1
+        with self._lock:
             self.filling += sum(isinstance(a, Slot) for a in answers)
         return answers
+
+    def reserve_one(self, key: bytes, nbytes: int) -> Slot | PutStatus:
+        """As `reserve`, of one page and without waiting."""
+        answer = self._host.reserve_one(key, nbytes)
+        if answer.__class__ is Slot:
+            with self._lock:
+                self.filling += 1
+        return answer
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back."""
         self._host.abort_many(keys, slots)
-        with self._changed:
+        with self._lock:
             self.filling -= len(slots)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def filled(self, slots: Sequence[Slot]) -> None:
         """Let go of slots whose pages are committed."""
-        with self._changed:
+        with self._lock:
             self.filling -= len(slots)
         self.unpin([slot.id for slot in slots])
+
+    def filled_one(self) -> None:
+        """A page is committed, and its slot let go of."""
+        with self._lock:
+            self.filling -= 1
+            if self._waiting:
+                self._changed.notify_all()
 
     def unpin(self, pins: Sequence[int]) -> None:
         if pins:
@@ -69,8 +91,9 @@ class Room:
 
     def freed(self) -> None:
         """Pages became evictable."""
-        with self._changed:
-            self._changed.notify_all()
+        if self._waiting:  # whoever begins to wait right now looks again soon
+            with self._lock:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Nobody waits any longer."""

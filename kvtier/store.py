@@ -176,6 +176,36 @@ class TieredStore:
         self.observer.arrived(self.host.name, keys, metas)
         self._room.filled(slots)
 
+    def reserve_one(self, key: bytes, nbytes: int, wait_s: float = 0.0) -> Slot | PutStatus:
+        """As `reserve`, of one page."""
+        if self._closed:
+            self._check_open()
+        answer = self._room.reserve_one(key, nbytes)
+        return answer if answer.__class__ is Slot else self.reserve([key], [nbytes], wait_s)[0]
+
+    def commit_over(self, key: bytes, slot: Slot, meta: PageMeta, replaces: bytes) -> bool:
+        """As `commit`, of one page that takes the place of `replaces` (empty: of none). Whether that is deleted, too;
+        `on_removed` does not hear of it then. Where it is not, because it may be in more tiers than the first, the
+        caller deletes it (`replaced`)."""
+        if self._spillers or self._protection.any:
+            self.commit([key], [slot], [meta])
+            return False
+        try:
+            gone = self.host.commit_over(key, slot, meta, replaces)
+        except SpecError:
+            self.abort([key], [slot])
+            raise
+        self._room.filled_one()
+        observer = self.observer
+        observer.stored_one(key, meta)
+        if observer.hears_moves:
+            observer.arrived(self.host.name, [key], [meta])
+            if gone:
+                observer.left(self.host.name, [replaces])
+        if gone and self._evicted.any:
+            self._evicted.forget([replaces])
+        return gone
+
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back; nothing becomes visible."""
         self._room.abort(keys, slots)

@@ -84,19 +84,13 @@ class GhostStack {
   void stored(const nb::bytes& joined, const nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu, nb::ndim<1>>& nbytes) {
     const Keys keys(joined);
     if (nbytes.size() != keys.size()) throw std::invalid_argument("nbytes must have one number per key");
-    for (size_t i = 0; i < keys.size(); ++i) {
-      const Key key = keys[i];
-      const int64_t bytes = nbytes.data()[i];
-      if (bytes < 0) throw std::invalid_argument("nbytes must not be negative");
-      if (key.hash >= threshold_) continue;
-      const auto found = entries_.find(key.id);
-      if (found != entries_.end()) {
-        remove(found);
-      }
-      append(key.id, Entry{key.hash, bytes, 0});
-      while (entries_.size() > max_keys_) lower_threshold();
-      while (entries_.size() > 1 && scaled(total_) > uint64_t(max_bytes_)) drop_oldest();
-    }
+    for (size_t i = 0; i < keys.size(); ++i) store(keys[i], nbytes.data()[i]);
+  }
+
+  void stored_one(const nb::bytes& key, int64_t nbytes) {
+    const Keys keys(key);
+    if (keys.size() != 1) throw std::invalid_argument("key must be one key");
+    store(keys[0], nbytes);
   }
 
   void dropped(const nb::bytes& joined) {
@@ -125,6 +119,16 @@ class GhostStack {
     size_t place;
   };
   using Entries = std::unordered_map<uint64_t, Entry>;
+
+  void store(const Key& key, int64_t bytes) {
+    if (bytes < 0) throw std::invalid_argument("nbytes must not be negative");
+    if (key.hash >= threshold_) return;
+    const auto found = entries_.find(key.id);
+    if (found != entries_.end()) remove(found);
+    append(key.id, Entry{key.hash, bytes, 0});
+    while (entries_.size() > max_keys_) lower_threshold();
+    while (entries_.size() > 1 && scaled(total_) > uint64_t(max_bytes_)) drop_oldest();
+  }
 
   // Of sampled bytes: what they stand for.
   uint64_t scaled(int64_t bytes) const { return uint64_t((unsigned __int128)(uint64_t(bytes)) * kHashSpace / threshold_); }
@@ -223,6 +227,7 @@ void bind_ghosts(nb::module_& m) {
       .def(nb::init<int64_t, int64_t>(), "max_keys"_a, "max_bytes"_a)
       .def("looked_up", &GhostStack::looked_up, "keys"_a)
       .def("stored", &GhostStack::stored, "keys"_a, nb::arg("nbytes").noconvert())
+      .def("stored_one", &GhostStack::stored_one, "key"_a, "nbytes"_a)
       .def("dropped", &GhostStack::dropped, "keys"_a)
       .def("histogram", &GhostStack::histogram, nb::arg("out").noconvert())
       .def_prop_ro("lookups", &GhostStack::lookups)

@@ -7,7 +7,10 @@
 #include <sys/uio.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "xxh3.h"
@@ -124,6 +127,107 @@ bool is_value(const char* name, int64_t name_bytes, int64_t index) {
   return name_bytes == 4 && index % 2 == 0 && !strncasecmp(name, "mset", 4);
 }
 
+// Why a read ended where it is no errno.
+constexpr int kClosed = -1, kNoLineEnd = -2;
+
+// Reads into `out`, as far as one call gives something; bytes, 0 at the end of the stream, or -errno. With the GIL
+// released.
+int64_t read_once(int fd, const iovec* parts, int count) {
+  for (;;) {
+    const ssize_t n = readv(fd, parts, count);
+    if (n >= 0) return n;
+    if (errno != EINTR) return -errno;
+    check_signals();
+  }
+}
+
+// (start, end, arguments or None, how many are left, bytes of the value that begins at start or -1, errno): see the stub.
+nb::tuple read_command(int fd, nb::handle buffer, size_t start, size_t end, int64_t args_max, int64_t bulk_max,
+                       int64_t value_max) {
+  const View view(buffer, PyBUF_WRITABLE);
+  if (end > view.size() || start > end) throw std::invalid_argument("start and end must lie in the buffer");
+  if (start == end && fd >= 0) {
+    const iovec all{view.data(), view.size()};
+    int64_t n;
+    {
+      nb::gil_scoped_release nogil;
+      n = read_once(fd, &all, 1);
+    }
+    if (n <= 0) return nb::make_tuple(0, 0, nb::none(), 0, -1, n < 0 ? int(-n) : kClosed);
+    start = 0, end = size_t(n);
+  }
+  const char* const begin = reinterpret_cast<const char*>(view.data());
+  const char* const stop = begin + end;
+  const char* at = begin + start;
+  const auto unread = [&] { return nb::make_tuple(start, end, nb::none(), 0, -1, 0); };
+  if (at == stop || *at++ != '*') return unread();
+  const int64_t count = number_line(at, stop, args_max);
+  if (count < 1) return unread();
+  const char* name = nullptr;
+  int64_t name_bytes = 0, index = 0, value_bytes = -1;
+  nb::list words;
+  for (; index < count; ++index) {
+    const char* head = at;
+    if (head == stop || *head++ != '$') break;
+    if (is_value(name, name_bytes, index)) {
+      value_bytes = number_line(head, stop, value_max);
+      if (value_bytes >= 0) at = head;
+      break;
+    }
+    const int64_t length = number_line(head, stop, bulk_max);
+    if (length < 0 || stop - head < length + 2 || head[length] != '\r' || head[length + 1] != '\n') break;
+    if (!index) name = head, name_bytes = length;
+    words.append(nb::bytes(head, size_t(length)));
+    at = head + length + 2;
+  }
+  return nb::make_tuple(size_t(at - begin), end, words, count - index, value_bytes, 0);
+}
+
+// A value and the line end behind it: from the buffer, and the rest from the socket. With the last piece comes what
+// follows, which goes into the buffer. (start, end, checksum, errno): see the stub.
+nb::tuple read_value(int fd, nb::handle buffer, size_t start, size_t end, nb::handle out, const nb::bytes& key) {
+  const View held(buffer, PyBUF_WRITABLE), value(out, PyBUF_WRITABLE);
+  if (end > held.size() || start > end || held.size() < 2 || key.size() < 8)
+    throw std::invalid_argument("start and end must lie in the buffer, and the key have 8 bytes");
+  uint64_t seed;
+  std::memcpy(&seed, key.c_str(), 8);
+  const size_t here = std::min(value.size(), end - start);
+  if (here) std::memcpy(value.data(), held.data() + start, here);
+  start += here;
+  uint8_t digest[16];
+  int error = 0;
+  if (here == value.size() && end - start >= 2) {
+    xxh3_128(value.data(), here, seed, digest);
+  } else {
+    nb::gil_scoped_release nogil;
+    Xxh3 hash(seed);
+    hash.update(value.data(), here);
+    for (size_t got = here; !error && (got < value.size() || end - start < 2);) {
+      if (end == held.size() || start == end) {  // of what is there, at most one byte is left
+        std::memmove(held.data(), held.data() + start, end - start);
+        end -= start, start = 0;
+      }
+      const size_t left = value.size() - got;
+      const iovec parts[2] = {{value.data() + got, std::min(left, kPieceBytes)},
+                              {held.data() + end, held.size() - end}};
+      // What is there, not all of a piece: while it is hashed the peer sends on, and nobody sleeps.
+      const int64_t n = read_once(fd, left ? parts : parts + 1, left && left <= kPieceBytes ? 2 : 1);
+      if (n <= 0) {
+        error = n < 0 ? int(-n) : kClosed;
+        break;
+      }
+      const size_t taken = std::min(size_t(n), parts[0].iov_len);
+      hash.update(value.data() + got, taken);
+      got += taken;
+      end += size_t(n) - taken;
+    }
+    hash.digest(digest);
+  }
+  if (!error && (held.data()[start] != '\r' || held.data()[start + 1] != '\n')) error = kNoLineEnd;
+  if (!error) start += 2;
+  return nb::make_tuple(start, end, nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest), error);
+}
+
 // None, or (where the rest begins, arguments, how many are left): see the stub.
 nb::object read_words(nb::handle buffer, size_t start, size_t end, int64_t args_max, int64_t bulk_max) {
   const View view(buffer, PyBUF_SIMPLE);
@@ -196,6 +300,11 @@ void bind_sockets(nb::module_& m) {
       .def("update", &update, "buffer"_a)
       .def("digest", &digest, "16 bytes, as xxh3_128 of all pieces; more may follow");
   m.def("read_words", &read_words, "buffer"_a, "start"_a, "end"_a, "args_max"_a, "bulk_max"_a);
+  m.attr("CLOSED") = kClosed;
+  m.attr("NO_LINE_END") = kNoLineEnd;
+  m.def("read_command", &read_command, "fd"_a, "buffer"_a, "start"_a, "end"_a, "args_max"_a, "bulk_max"_a,
+        "value_max"_a);
+  m.def("read_value", &read_value, "fd"_a, "buffer"_a, "start"_a, "end"_a, "out"_a, "key"_a);
   m.def("update_all", &update_all, "buffer"_a, "hashes"_a);
   m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
   m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "data"_a, "until"_a);

@@ -243,6 +243,15 @@ class StagingTier(Tier):
         """Publish filled slots. Each stays pinned once, by its writer, until `unpin_many`. `meta.nbytes` may be
         smaller than the slot's. unwritten: as of `expect_writing`."""
 
+    def reserve_one(self, key: bytes, nbytes: int) -> Slot | PutStatus:
+        """As `reserve_many`, of one page."""
+        return self.reserve_many([key], [nbytes])[0]
+
+    @abstractmethod
+    def commit_over(self, key: bytes, slot: Slot, meta: PageMeta, replaces: bytes) -> bool:
+        """Publish a filled slot and let go of it. `replaces`: a page that is removed in the same step, without news to
+        the listener (empty: none); whether it was here."""
+
     @abstractmethod
     def abort_many(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back unpublished."""

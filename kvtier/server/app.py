@@ -67,8 +67,12 @@ class CacheServer:
         tls = None if options.tls is None else options.tls.context()
         self._stopping = threading.Event()
         self._options = options
+        users = options.users
         self.keyspace = Keyspace(
-            options.users.owner, options.users.quota, options.max_value_bytes, options.users.priority
+            users.owner if users.have_quotas else None,
+            users.quota,
+            options.max_value_bytes,
+            users.priority if users.rank_values else None,
         )
         self.stats = ServerStats(
             NAMES,
@@ -90,7 +94,7 @@ class CacheServer:
                 registry.register(_StoreMetrics(self))
                 page = StatusPage(registry, config, lambda: None if self.store is None else self.store.observer)
                 self.http = HttpExporter(registry, http, ready=self._not_ready, page=page)
-            store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed)
+            store = open_store(config, shard=_SHARD, on_removed=self.keyspace.removed, origins=False)
             store.observer.inventory = None  # until it is known which value a page is, and who may ask
             self.store = store
             disk = next((tier for tier in config.tiers if isinstance(tier, NvmeTierConfig)), None)

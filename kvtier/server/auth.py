@@ -50,6 +50,7 @@ class Users:
         self.open_to_all = not self._users
         self._quotas = tuple(u for u in self._users.values() if u.quota_bytes)
         self._ranked = tuple(u for u in self._users.values() if u.priority)
+        self.have_quotas = bool(self._quotas)
         self.rank_values = bool(self._ranked)
         """Whether not all values have priority 0."""
 

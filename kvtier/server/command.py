@@ -15,8 +15,8 @@ _INTEGER = "ERR value is not an integer or out of range"
 _PATTERN_MAX_BYTES = 4096
 
 Handler = Callable[[Session, list[bytes]], None]
-"""Given the words of the command, its name first; values are in their places already (`Session.values`), and empty
-among the words."""
+"""Given the words of the command, its name first. Where values stand among them there are places that have them already
+(`Session.places`): no bytes, and not to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from kvtier.server import connection_commands, resp, server_commands, value_commands
+from kvtier.server.auth import User
 from kvtier.server.command import CommandError, Spec
 from kvtier.server.resp import Argument
 from kvtier.server.session import Session, key_refusal
@@ -14,32 +16,34 @@ def execute(session: Session, args: list[Argument]) -> None:
     """Do one command and put its reply, error or not, into the session."""
     if not args:
         return
-    # Values are in their places already; commands see the names and numbers around them.
-    words = [a if isinstance(a, bytes) else b"" for a in args]
+    # Values are in their places already; commands look at the names and numbers around them.
+    words = cast(list[bytes], args)
     name = words[0].upper()
     stats = session.shared.stats
     spec = TABLE.get(name)
-    stats.command(name.decode(errors="replace").lower())
+    stats.command(name, session.received_bytes)
+    session.received_bytes = 0
     try:
         if spec is None:
             shown = words[0][:64].decode(errors="replace")
             raise CommandError(f"ERR unknown command '{shown}'; this server is a cache of plain values")
-        if len(args) < abs(spec.arity) or (spec.arity > 0 and len(args) != spec.arity):
+        arity = spec.arity
+        if len(args) != arity if arity > 0 else len(args) < -arity:
             raise CommandError(f"ERR wrong number of arguments for '{name.decode().lower()}' command")
-        if session.user is None and not spec.open_to_strangers:
-            stats.denied()
-            raise CommandError("NOAUTH Authentication required.")
-        _check_permission(session, spec, words)
+        user = session.user
+        if user is None:
+            if not spec.open_to_strangers:
+                stats.denied()
+                raise CommandError("NOAUTH Authentication required.")
+        elif user.prefixes or user.read_only:
+            _check_permission(session, user, spec, words)
         spec.handler(session, words)
     except CommandError as e:
         session.reply(resp.error(str(e)))
 
 
-def _check_permission(session: Session, spec: Spec, words: Sequence[bytes]) -> None:
+def _check_permission(session: Session, user: User, spec: Spec, words: Sequence[bytes]) -> None:
     first, last, step = spec.keys
-    user = session.user
-    if user is None:
-        return
     refusal = "NOPERM this user may only read" if spec.writes and user.read_only else ""
     if not refusal and first:
         refusal = key_refusal(user, words[first : len(words) + last + 1 if last < 0 else last + 1 : step])

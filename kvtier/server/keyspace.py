@@ -23,7 +23,7 @@ from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
 from kvtier.below import Deletion
 from kvtier.inventory import by_geometry
 from kvtier.kernels import _native
-from kvtier.keys import seed_of
+from kvtier.keys import checksum, seed_of
 from kvtier.ledger import MissReason
 from kvtier.lookup import Pin
 from kvtier.server.voided import Voided
@@ -38,6 +38,7 @@ _SPEC = b"kvtier-server-1\0"
 _ORIGIN = struct.Struct("<BQ")
 _PREFIX = re.compile(rb"[^:/@|]{1,64}[:/@|]")
 _ROOM_WAIT_S = 2.0
+_new = tuple.__new__
 
 
 class Entry(NamedTuple):
@@ -58,16 +59,16 @@ class Refusal(NamedTuple):
 
 
 class Reservation:
-    """Room for a value that is about to be received: `view` is where it goes. Ends in `Keyspace.commit` or `abort`."""
+    """Room for a value that is about to be received: `view` is where it goes, `checksum` (`kvtier.keys.checksum`) what
+    whoever writes there sets. Ends in `Keyspace.commit` or `abort`."""
 
-    __slots__ = ("check", "page", "slot", "view")
+    __slots__ = ("checksum", "page", "slot", "view")
 
     def __init__(self, page: bytes, slot: Slot, view: memoryview) -> None:
         self.page = page
         self.slot = slot
         self.view: memoryview | None = view
-        self.check = _native.Xxh3(seed_of(page))
-        """Whoever writes to `view` feeds it with the same bytes."""
+        self.checksum = b""
 
 
 @dataclass(slots=True)
@@ -81,15 +82,15 @@ class Reading:
 
 
 class Keyspace:
-    """Thread-safe. owner: the user with a quota that a key counts against; quota: bytes of that user, 0: no limit.
-    priority: of the value under a key."""
+    """Thread-safe. owner: the user with a quota that a key counts against, None: there is no such user; quota: bytes of
+    that user, 0: no limit. priority: of the value under a key; None: all have the same."""
 
     def __init__(
         self,
-        owner: Callable[[bytes], str],
+        owner: Callable[[bytes], str] | None,
         quota: Callable[[str], int],
         max_value_bytes: int,
-        priority: Callable[[bytes], int] = lambda key: 0,
+        priority: Callable[[bytes], int] | None = None,
     ) -> None:
         self._priority = priority
         self._owner = owner
@@ -121,7 +122,8 @@ class Keyspace:
                 elif meta.spec == _SPEC and len(meta.origin) > _ORIGIN.size:
                     database, expires_ms = _ORIGIN.unpack_from(meta.origin)
                     key = bytes(meta.origin[_ORIGIN.size :])
-                    entry = Entry(database, key, page, meta.nbytes, expires_ms, self._owner(key))
+                    owner = "" if self._owner is None else self._owner(key)
+                    entry = Entry(database, key, page, meta.nbytes, expires_ms, owner)
                     old = self._entry(page[:_HASH_BYTES])
                     if old is not None and old.page > page:
                         superseded.append(page)
@@ -129,7 +131,7 @@ class Keyspace:
                     if old is not None:
                         superseded.append(old.page)
                     with self._lock:
-                        self._set(page[:_HASH_BYTES], entry)
+                        self._set(page[:_HASH_BYTES], entry, old)
                         self._sequence = max(self._sequence, int.from_bytes(page[_HASH_BYTES:], "big"))
         if superseded:
             store.delete(superseded)
@@ -147,16 +149,16 @@ class Keyspace:
                 "too_large", f"ERR the value has {nbytes} bytes, this server takes {self.max_value_bytes} (max_value)"
             )
         name = _hash(database, key)
-        owner = self._owner(key)
-        limit = self._quota(owner) if owner else 0
-        if limit:
+        if self._owner is not None and (owner := self._owner(key)) and (limit := self._quota(owner)):
             with self._lock:
                 old = self._entry(name)
                 used = self._used[owner] - (old.nbytes if old is not None else 0)
             if used + nbytes > limit:
                 return self._refuse("quota", f"QUOTA {owner} has {used} of {limit} bytes: this value does not fit")
-        page = name + self._next().to_bytes(8, "big")
-        (slot,) = self.store.reserve([page], [nbytes], _ROOM_WAIT_S)
+        with self._lock:  # a number that grows, over restarts too: of two pages of a key, the higher one is the newer
+            self._sequence = number = max(self._sequence + 1, time.time_ns())
+        page = name + number.to_bytes(8, "big")
+        slot = self.store.reserve_one(page, nbytes, _ROOM_WAIT_S)
         if isinstance(slot, Slot):
             return Reservation(page, slot, self.store.host.view(slot))
         if slot is PutStatus.TOO_LARGE:
@@ -172,23 +174,24 @@ class Keyspace:
         """Publish a received value under the key it was reserved for; False where ``only_new`` forbids it (it is given
         back then)."""
         page, slot = reservation.page, reservation.slot
-        name = page[:_HASH_BYTES]
-        origin, check = _ORIGIN.pack(database, expires_ms) + key, reservation.check.digest()
-        meta = PageMeta(slot.nbytes, _FORM, 0, check, _SPEC, origin, self._priority(key))
+        name, nbytes = page[:_HASH_BYTES], slot.nbytes
+        origin = _ORIGIN.pack(database, expires_ms) + key
+        priority = 0 if self._priority is None else self._priority(key)
+        # Named construction would be a call each.
+        meta = _new(PageMeta, (nbytes, _FORM, 0, reservation.checksum, _SPEC, origin, priority))
+        entry = _new(Entry, (database, key, page, nbytes, expires_ms, "" if self._owner is None else self._owner(key)))
         with self._lock:
             old = self._entry(name)
-            if only_new and old is not None and not _is_over(old):
-                kept = True
-            else:
-                kept = False
+            kept, gone = only_new and old is not None and not _is_over(old), False
+            if not kept:
                 # Committed under the lock: of two writers of a key, the one that swaps last has the last word; and the
                 # news of an eviction right after it, which wants the lock too, finds the name to take away.
-                self.store.commit([page], [slot], [meta])
-                self._set(name, Entry(database, key, page, slot.nbytes, expires_ms, self._owner(key)))
+                gone = self.store.commit_over(page, slot, meta, b"" if old is None else old.page)
+                self._set(name, entry, old)
         if kept:
             self.abort(reservation)
             return False
-        if old is not None:
+        if old is not None and not gone:
             self._delete([old.page], replaced=True)
         return True
 
@@ -201,7 +204,7 @@ class Keyspace:
             if entry is None:
                 return False
             if not self.store.lower:
-                self._set(name, entry._replace(expires_ms=expires_ms))
+                self._set(name, entry._replace(expires_ms=expires_ms), entry)
                 return True
         reading = self.read(database, key)
         if reading is None:
@@ -211,7 +214,7 @@ class Keyspace:
             if isinstance(reservation, Refusal) or reservation.view is None:
                 return False
             reservation.view[:] = reading.view
-            reservation.check.update(reservation.view)
+            reservation.checksum = checksum(reservation.view, reservation.page)
             return self.commit(database, key, reservation, expires_ms=expires_ms)
         finally:
             self.release(reading)
@@ -372,30 +375,30 @@ class Keyspace:
             self.refused[reason] += 1
         return Refusal(text)
 
-    def _next(self) -> int:
-        """A number that grows, over restarts too: of two pages of a key, the higher one is the newer."""
-        with self._lock:
-            self._sequence = max(self._sequence + 1, time.time_ns())
-            return self._sequence
-
     # Below, the lock is held.
 
     def _entry(self, name: bytes) -> Entry | None:
-        return self._buckets[_bucket(name)].get(name)
+        return self._buckets[(name[0] << 8 | name[1]) % _BUCKETS].get(name)
 
     def _alive(self, name: bytes) -> Entry | None:
         entry = self._entry(name)
         return None if entry is None or _is_over(entry) else entry
 
-    def _set(self, name: bytes, entry: Entry) -> None:
-        self._unset(name)
-        self._buckets[_bucket(name)][name] = entry
-        self._keys[entry.database] += 1
-        self._used[entry.owner] += entry.nbytes
-        self._expiring[entry.database] += bool(entry.expires_ms)
+    def _set(self, name: bytes, entry: Entry, old: Entry | None) -> None:
+        """`entry` takes the place of `old`, or of none."""
+        self._buckets[(name[0] << 8 | name[1]) % _BUCKETS][name] = entry
+        if old is None:
+            self._keys[entry.database] += 1
+            self._used[entry.owner] += entry.nbytes
+            self._expiring[entry.database] += bool(entry.expires_ms)
+            return
+        if entry.owner:  # which is the same: that of the key, as the database is
+            self._used[entry.owner] += entry.nbytes - old.nbytes
+        if entry.expires_ms or old.expires_ms:
+            self._expiring[entry.database] += bool(entry.expires_ms) - bool(old.expires_ms)
 
     def _unset(self, name: bytes) -> Entry | None:
-        entry = self._buckets[_bucket(name)].pop(name, None)
+        entry = self._buckets[(name[0] << 8 | name[1]) % _BUCKETS].pop(name, None)
         if entry is not None:
             self._keys[entry.database] -= 1
             self._used[entry.owner] -= entry.nbytes
@@ -420,10 +423,6 @@ def _printable(key: bytes) -> str:
 
 def _hash(database: int, key: bytes) -> bytes:
     return hashlib.blake2b(bytes([database]) + key, digest_size=_HASH_BYTES).digest()
-
-
-def _bucket(name: bytes) -> int:
-    return int.from_bytes(name[:2], "big") % _BUCKETS
 
 
 def _is_over(entry: Entry) -> bool:

@@ -7,7 +7,7 @@ from where they lie. RESP2 and RESP3; the Redis serialization protocol specifica
 from __future__ import annotations
 
 import contextlib
-import math
+import errno
 import os
 import re
 import select
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvtier.kernels import _native
+from kvtier.keys import seed_of
 
 _BUFFER_BYTES = 16 << 10
 _PARTS_MAX = 512
@@ -27,6 +28,7 @@ _STRANGER_ARGS_MAX = 16
 _STRANGER_BULK_MAX = 16 << 10
 _BULK_MAX = 1 << 20
 """Arguments that are no values, such as keys: more than this is nobody's key."""
+_VALUE_MAX = 1 << 40
 _SKIP_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
 _SEND_WAIT_S = 0.02
@@ -44,13 +46,12 @@ class Disconnected(Exception):  # noqa: N818 - not an error: clients come and go
 
 
 class Place(Protocol):
-    """Where a value goes: `view` has exactly its length; None to throw the value away. `check` is fed with it while it
-    is received, when it is still in the processor's cache."""
+    """Where a value goes: `view` has exactly its length; None to throw the value away. `checksum` is set once it is
+    there: `kvtier.keys.checksum` of it under `page`."""
 
+    page: bytes
     view: memoryview | None
-
-    @property
-    def check(self) -> _native.Xxh3: ...
+    checksum: bytes
 
 
 Argument = bytes | Place
@@ -68,6 +69,7 @@ class Stream:
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)
+        self._fd = -1 if self._tls else connected.fileno()
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -99,40 +101,53 @@ class Stream:
 
     def read_command(self, place: Placer) -> list[Argument]:
         """The next command. Waits for it as long as it takes; raises Disconnected or ProtocolError."""
-        if self._start == self._end:
-            self._start, self._end = 0, 0
-            self._end = self._receive(self._view, 0, patient=not self.stranger)
-        args_max = _STRANGER_ARGS_MAX if self.stranger else _ARGS_MAX
-        bulk_max = _STRANGER_BULK_MAX if self.stranger else _BULK_MAX
-        read = _native.read_words(self._buffer, self._start, self._end, args_max, bulk_max)
+        stranger = self.stranger
+        limits = _STRANGER_LIMITS if stranger else _LIMITS
+        if self._tls and self._start == self._end:
+            self._start, self._end = 0, self._receive(self._view, 0, patient=not stranger)
+        while True:
+            self._start, self._end, read, left, nbytes, failed = _native.read_command(
+                self._fd, self._buffer, self._start, self._end, *limits
+            )
+            if not failed:
+                break
+            if failed != errno.EAGAIN or stranger:
+                raise _lost(failed)
         args: list[Argument]
         if read is not None:  # what is here already; all of what follows would read it, too
-            self._start, args, left = read  # type: ignore[assignment]  # a list of words is one of arguments
+            args = read  # type: ignore[assignment]  # a list of words is one of arguments
+            if nbytes >= 0:
+                args.append(self._read_body(args, nbytes, place))
+                left -= 1
         else:
             line = self._read_line(idle=True)
             while not line:  # an empty line between commands is allowed
                 line = self._read_line(idle=True)
             if line[:1] != b"*":
                 return list(line.split())
-            args, left = [], self._number(line[1:], args_max, "multibulk length")
-        for _ in range(left):
-            args.append(self._read_argument(args, place))
+            args, left = [], self._number(line[1:], limits[0], "multibulk length")
+        while left:
+            args.append(self._read_body(args, self._read_head(), place))
+            left -= 1
         return args
 
-    def _read_argument(self, args: list[Argument], place: Placer) -> Argument:
-        most = _STRANGER_BULK_MAX if self.stranger else 1 << 40
+    def _read_head(self) -> int:
+        """The line that begins an argument: its length."""
+        most = _STRANGER_BULK_MAX if self.stranger else _VALUE_MAX
         head = _BULK_HEAD.match(self._buffer, self._start, self._end)
         if head is not None and (length := int(head[1])) <= most:  # the usual case: the line is here already
             self._start = head.end()
-        else:
-            line = self._read_line()
-            if line[:1] != b"$":
-                raise ProtocolError(f"expected '$', got {line[:1].decode(errors='replace')!r}")
-            length = self._number(line[1:], most, "bulk length")
+            return length
+        line = self._read_line()
+        if line[:1] != b"$":
+            raise ProtocolError(f"expected '$', got {line[:1].decode(errors='replace')!r}")
+        return self._number(line[1:], most, "bulk length")
+
+    def _read_body(self, args: list[Argument], length: int, place: Placer) -> Argument:
+        """An argument of `length` bytes, and the line end behind it."""
         placed = None if self.stranger else place(args, length)
         if placed is not None:
             self._read_value(placed, length)
-            self._end_bulk()
             return placed
         if length > _BULK_MAX:
             raise ProtocolError("invalid bulk length")
@@ -145,22 +160,24 @@ class Stream:
         view = place.view
         if view is None:
             self._skip(length)
-            return
-        at = self._take(view)
-        if at:
-            place.check.update(view[:at])
-        if self._tls:
+            self._end_bulk()
+        elif self._tls:
+            check, at = _native.Xxh3(seed_of(place.page)), 0
             while at < length:
                 piece = view[at : at + _PIECE_BYTES]
                 self._read_into(piece)
-                place.check.update(piece)
+                check.update(piece)
                 at += len(piece)
-        elif at < length:
-            got, error = _native.receive(self._socket.fileno(), view[at:], [place.check], math.inf)
-            if error:
-                raise self._lost(OSError(error, os.strerror(error)))
-            if at + got < length:
-                raise Disconnected("closed by the client")
+            place.checksum = check.digest()
+            self._end_bulk()
+        else:
+            self._start, self._end, place.checksum, failed = _native.read_value(
+                self._fd, self._buffer, self._start, self._end, view, place.page
+            )
+            if failed == _native.NO_LINE_END:
+                raise ProtocolError("expected the end of the bulk")
+            if failed:
+                raise _lost(failed)
 
     def _read_line(self, *, idle: bool = False) -> bytes:
         while (at := self._buffer.find(b"\n", self._start, self._end)) < 0:
@@ -215,16 +232,12 @@ class Stream:
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as e:
                 if patient:
                     continue
-                raise self._lost(e) from None
+                raise _lost(errno.EAGAIN) from e
             except OSError as e:
-                raise self._lost(e) from e
+                raise Disconnected(str(e)) from e
             if not got:
                 raise Disconnected("closed by the client")
             return got
-
-    def _lost(self, error: OSError) -> Disconnected:
-        waited = isinstance(error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError))
-        return Disconnected("a command was left half sent" if waited else str(error))
 
     def _number(self, text: bytes, most: int, what: str) -> int:
         if not text.isdigit() or len(text) > 15 or int(text) > most:
@@ -293,6 +306,18 @@ class Stream:
                 raise Disconnected("a reply was left half taken")
             with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):  # not yet
                 part = part[self._socket.send(part) :]
+
+
+_LIMITS = (_ARGS_MAX, _BULK_MAX, _VALUE_MAX)
+_STRANGER_LIMITS = (_STRANGER_ARGS_MAX, _STRANGER_BULK_MAX, -1)
+"""Of `kernels.read_command`."""
+
+
+def _lost(failed: int) -> Disconnected:
+    """What an errno of the kernels, or CLOSED, says of the client."""
+    if failed == _native.CLOSED:
+        return Disconnected("closed by the client")
+    return Disconnected("a command was left half sent" if failed == errno.EAGAIN else os.strerror(failed))
 
 
 # ---- replies

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.kernels import _native
 from kvtier.server import resp
 from kvtier.server.auth import User, Users
 from kvtier.server.keyspace import Keyspace, Reading, Refusal, Reservation
@@ -29,12 +28,12 @@ _PENDING_MAX_BYTES = 16 << 20
 class Refused:
     """A value that is thrown away while it is received, and the error reply that says why."""
 
-    __slots__ = ("check", "text", "view")
+    __slots__ = ("checksum", "page", "text", "view")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.view: memoryview | None = None
-        self.check = _native.Xxh3()
+        self.page = self.checksum = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +67,27 @@ class Session:
         self._stream.stranger = self.user is None
         self._out: list[Buffer] = []
         self._out_bytes = 0
+        self.received_bytes = 0
+        """Of values that were taken and are not counted yet."""
         self._readings: list[Reading] = []
         self._places: list[Reservation | Refused] = []
         self._busy = False
 
     def serve(self) -> None:
         """Read commands and answer them until the client goes. Never raises for what a client does."""
+        stream, execute, place = self._stream, self.shared.execute, self._place
         try:
             while not self.leaving:
-                if not self._stream.buffered:
+                if not stream.buffered:
                     self._push()
                     self._busy = bool(self._out)
-                args = self._stream.read_command(self._place)
+                args = stream.read_command(place)
                 self._busy = True
                 try:
-                    self.shared.execute(self, args)
+                    execute(self, args)
                 finally:
-                    self._give_up_places()
+                    if self._places:
+                        self._give_up_places()
             self._flush()
         except ProtocolError as e:
             self.shared.stats.protocol_error()
@@ -138,8 +141,13 @@ class Session:
         """Send replies until all are sent, or the client sends more: one that sends much before it reads must not find
         us waiting for it to read."""
         while self._out:
-            self._send_now()
-            if self._out and self._stream.wait():
+            self._out = self._stream.send_some(self._out)
+            if not self._out:
+                self._out_bytes = 0
+                if self._readings:
+                    self._release()
+            elif self._stream.wait():
+                self._out_bytes = sum(map(len, self._out))
                 return
 
     def _send_now(self) -> None:
@@ -178,17 +186,17 @@ class Session:
         command = args[0].upper()
         if not (command == b"SET" and at == 2) and not (command == b"MSET" and at % 2 == 0):
             return None
-        key = args[at - 1]
-        if not isinstance(key, bytes) or self.user is None:
+        key, user = args[at - 1], self.user
+        if not isinstance(key, bytes) or user is None:
             return None
         self._busy = True
-        refusal = write_refusal(self.user, key)
+        refusal = write_refusal(user, key) if user.prefixes or user.read_only else ""
         place: Reservation | Refused | Refusal
         place = Refusal(refusal) if refusal else self.keyspace.reserve(self.database, key, nbytes)
         if isinstance(place, Refusal):
             place = Refused(place.text)
         else:
-            self.shared.stats.received(nbytes)
+            self.received_bytes += nbytes
         self._places.append(place)
         return place
 
@@ -196,6 +204,14 @@ class Session:
     def places(self) -> Sequence[Reservation | Refused]:
         """The values of the command at hand, in order."""
         return tuple(self._places)
+
+    def only_value(self) -> Reservation | None:
+        """The one value of the command at hand, which commits or aborts it itself; None where it is not one that was
+        taken."""
+        places = self._places
+        if len(places) == 1 and isinstance(places[0], Reservation):
+            return places.pop()  # type: ignore[return-value]
+        return None
 
     def take(self, place: Reservation) -> None:
         """The command at hand commits or aborts this value itself."""

@@ -23,7 +23,8 @@ class ServerStats(Collector):
         unlogged: Callable[[], int] = lambda: 0,
     ) -> None:
         self._lock = threading.Lock()
-        self._commands = dict.fromkeys((*commands, "unknown"), 0)
+        self._commands = {name.upper().encode(): 0 for name in commands}
+        self._unknown = 0
         self._counts: Counter[str] = Counter()
         self._refused = refused
         self._used_by = used_by
@@ -50,13 +51,15 @@ class ServerStats(Collector):
         with self._lock:
             self._counts["denied"] += 1
 
-    def command(self, name: str) -> None:
+    def command(self, name: bytes, received_bytes: int = 0) -> None:
+        """A command, by its name in capital letters, and the bytes of the values that came with it."""
         with self._lock:
-            self._commands[name if name in self._commands else "unknown"] += 1
-
-    def received(self, nbytes: int) -> None:
-        with self._lock:
-            self._counts["received_bytes"] += nbytes
+            if name in self._commands:
+                self._commands[name] += 1
+            else:
+                self._unknown += 1
+            if received_bytes:
+                self._counts["received_bytes"] += received_bytes
 
     def sent(self, nbytes: int) -> None:
         with self._lock:
@@ -64,12 +67,12 @@ class ServerStats(Collector):
 
     def totals(self) -> Counter[str]:
         with self._lock:
-            return Counter({**self._counts, "commands": sum(self._commands.values())})
+            return Counter({**self._counts, "commands": sum(self._commands.values()) + self._unknown})
 
     def collect(self) -> Iterator[Metric]:
         totals = self.totals()
         with self._lock:
-            commands = dict(self._commands)
+            commands = {name.decode().lower(): n for name, n in self._commands.items()} | {"unknown": self._unknown}
         yield GaugeMetricFamily("kvtier_server_connections", "Connections open", self.connections)
         for name, text in (
             ("connections", "Connections taken"),

@@ -42,7 +42,7 @@ def getrange(session: Session, words: list[bytes]) -> None:
 
 def set_(session: Session, words: list[bytes]) -> None:
     expires_ms, only_new = 0, False
-    rest = words[3:]
+    rest = words[3:] if len(words) > 3 else []
     while rest:
         option = rest[0].upper()
         if option == b"NX":
@@ -51,8 +51,10 @@ def set_(session: Session, words: list[bytes]) -> None:
             expires_ms, rest = deadline(rest[1], 1000 if option == b"EX" else 1, "set"), rest[2:]
         else:
             raise CommandError(SYNTAX)
-    (place,) = _values(session, 1)
-    session.take(place)
+    place = session.only_value()
+    if place is None:
+        (place,) = _values(session, 1)  # says what is wrong with it
+        session.take(place)
     done = session.keyspace.commit(session.database, words[1], place, expires_ms=expires_ms, only_new=only_new)
     session.reply(resp.OK if done else resp.null(session.protocol))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.abc.tier import GetResult, GetStatus, PutStatus, Slot, StagingTier
+from kvtier.abc.tier import GetResult, GetStatus, PutStatus, Removal, Slot, StagingTier
+from kvtier.errors import SpecError
 from kvtier.testing.pages import belongs, item_of, key_of
 from kvtier.testing.tiers import CAPACITY_BYTES, KIB, PAGE_BYTES, TierTests, check_counters, get, put, resident
 
@@ -67,6 +68,27 @@ class StagingTierTests(TierTests):
         tier.commit_many([key], [slot], [item.meta])
         tier.unpin_many([slot.id])
         assert get(tier, key)[0] == GetResult(GetStatus.HIT, item.meta)
+
+    def test_a_page_takes_the_place_of_another_in_one_step(self, tier: StagingTier) -> None:
+        told: list[tuple[list[bytes], Removal]] = []
+        tier.set_removal_listener(lambda keys, why: told.append((list(keys), why)))
+        old, new, last = (item_of(key_of(n), PAGE_BYTES) for n in range(3))
+        put(tier, [0])
+        (pin,) = tier.pin_many([old.key])
+        for item, replaces, gone in ((new, old.key, True), (last, old.key, False)):
+            slot = tier.reserve_one(item.key, PAGE_BYTES)
+            assert isinstance(slot, Slot) and tier.reserve_one(item.key, PAGE_BYTES) is PutStatus.EXISTS
+            tier.view(slot)[:] = item.data
+            assert tier.commit_over(item.key, slot, item.meta, replaces) == gone
+            assert get(tier, item.key)[0] == GetResult(GetStatus.HIT, item.meta)
+            with pytest.raises(SpecError):
+                tier.unpin_many([slot.id])  # nobody holds it
+        assert not tier.contains_many([old.key])[0]
+        ((slot, meta),) = tier.pinned_many([pin])
+        assert meta == old.meta and tier.view(slot) == old.data, "whoever reads the old page still has it"
+        tier.unpin_many([pin])
+        assert not told, "who replaces a page knows"
+        check_counters(tier)
 
     def test_an_aborted_page_leaves_nothing(self, tier: StagingTier) -> None:
         slots = tier.reserve_many([key_of(1), key_of(2)], [PAGE_BYTES] * 2)

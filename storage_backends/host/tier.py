@@ -70,6 +70,7 @@ class HostTier(StagingTier):
         largest = check_max_record(name, max_record_bytes, self._capacity_bytes)
         self._memory = Arena(self._capacity_bytes, pretouch=pretouch, reserved=huge_pages == "reserved")
         self.arena = self._memory.bytes_
+        self._bytes = memoryview(self.arena)
         self._table = SlotTable([Region(0, self._capacity_bytes)], largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
@@ -93,6 +94,37 @@ class HostTier(StagingTier):
                     # Not by numpy, which lets another thread have the interpreter for each of these few bytes.
                     memory[end : end + padding] = _ZEROS[:padding]
             return slots
+
+    def reserve_one(self, key: bytes, nbytes: int) -> Slot | PutStatus:
+        with self._lock:
+            if self._gate.closed:
+                self._gate.refuse()
+            table = self._table
+            try:
+                row = table.reserve(key, nbytes)
+            finally:
+                removed = table.take_removed() if table.removed else None
+            answer: Slot | PutStatus
+            if isinstance(row, PutStatus):
+                answer = row
+            else:
+                answer = table.slot(row)
+                end = answer.offset + nbytes
+                if padding := -nbytes % SLOT_ALIGN or (0 if nbytes else SLOT_ALIGN):
+                    self._bytes[end : end + padding] = _ZEROS[:padding]
+        if removed:
+            notify(self._removal_listener, removed)
+        return answer
+
+    def commit_over(self, key: bytes, slot: Slot, meta: PageMeta, replaces: bytes) -> bool:
+        with self._lock:
+            if self._gate.closed:
+                self._gate.refuse()
+            self._put_bytes += meta.nbytes
+            return self._table.publish_over(slot.id, key, meta, replaces)
+
+    def view(self, slot: Slot) -> memoryview:
+        return self._bytes[slot.offset : slot.offset + slot.nbytes]
 
     def commit_many(
         self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta], unwritten: int = 0
@@ -210,6 +242,7 @@ class HostTier(StagingTier):
         self._gate.close(_CLOSE_S)
         self._memory.close()
         self.arena = self._memory.bytes_
+        self._bytes = memoryview(self.arena)
         if self._budget is not None:
             self._budget.close()
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import groupby
 from types import TracebackType
+from typing import NoReturn
 
 from kvtier.abc.tier import RemovalListener
 from kvtier.errors import ClosedError
@@ -29,7 +30,7 @@ class Gate:
     def __enter__(self) -> None:
         with self._lock:
             if self.closed:
-                raise ClosedError(f"tier {self._name!r} is closed")
+                self.refuse()
             self._inside += 1
 
     def __exit__(
@@ -39,6 +40,9 @@ class Gate:
             self._inside -= 1
             if self.closed and not self._inside:
                 self._changed.notify_all()
+
+    def refuse(self) -> NoReturn:
+        raise ClosedError(f"tier {self._name!r} is closed")
 
     def close(self, timeout_s: float) -> bool:
         """Close; True once nobody is inside, False if somebody still is after `timeout_s`."""

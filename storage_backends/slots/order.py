@@ -67,6 +67,11 @@ class Order(ABC):
         del key, evicted
         self._members[self._rows.lane[row]] -= 1
 
+    def replace(self, row: int, key: bytes, priority: int, old: int, old_key: bytes) -> None:
+        """A page was published in `row` in place of the one in `old`."""
+        self.remove(old, old_key, evicted=False)
+        self.insert(row, key, priority)
+
     def demote(self, row: int) -> None:
         """Let the page be the next of its priority to go, until it is used again."""
         rows = self._rows
@@ -173,6 +178,15 @@ class LruOrder(Order):
 
     def insert(self, row: int, key: bytes, priority: int) -> None:
         self._place(row, _lane(priority, main=True))
+
+    def replace(self, row: int, key: bytes, priority: int, old: int, old_key: bytes) -> None:
+        rows, lane = self._rows, 2 * (priority - PRIORITY_MIN) + 1
+        self._clock += 1
+        rows.stamp[row] = self._clock
+        if rows.lane[old] != lane:
+            self._members[rows.lane[old]] -= 1
+            self._members[lane] += 1
+        rows.lane[row] = lane
 
     def use(self, rows: npt.NDArray[np.int64]) -> None:
         self._rows.stamps[rows] = np.arange(self._clock + 1, self._clock + 1 + len(rows))

@@ -75,7 +75,7 @@ class SlotTable:
         self._origins: dict[int, bytes] = {}
         self._specs: list[bytes] = []
         self._spec_ids: dict[bytes, int] = {}
-        self._removed: list[Removed] = []
+        self.removed: list[Removed] = []  # since `take_removed`
         self._changes = 0  # moves whenever a slot may have become evictable or free
         self._full_since: dict[int, int] = {}  # slot size -> _changes when no room could be made
         self._counts = dict.fromkeys(Removal, 0)
@@ -92,7 +92,8 @@ class SlotTable:
             raise SpecError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
         if nbytes < 0:
             raise SpecError(f"a record cannot have {nbytes} bytes")
-        self._expire()
+        if self._age is not None:
+            self._expire()
         if key in self._live or key in self._filling:
             return PutStatus.EXISTS
         if nbytes > self.max_record_bytes:
@@ -142,6 +143,43 @@ class SlotTable:
             self._probes += 1
         else:
             self.stored_pages += 1
+
+    def publish_over(self, row: int, key: bytes, meta: PageMeta, replaces: bytes) -> bool:
+        """`stage`, `publish` and `unpin` of a reserved row, whose key is `key`, and `remove` of the page under
+        `replaces` (empty: none), which is not among `removed`; whether it was there. In one, since the cache server
+        does so with every value."""
+        self._expect(row, FILLING)
+        check_meta(meta)
+        nbytes, form, valid_tokens, checksum, spec, origin, priority = meta
+        rows, live = self._rows, self._live
+        if nbytes > rows.nbytes[row]:
+            raise SpecError(f"a record of {nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
+        del self._filling[key]
+        rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = nbytes, form, valid_tokens
+        rows.set_checksum(row, checksum)
+        known = self._spec_ids.get(spec)
+        rows.spec[row] = self._spec_id(spec) if known is None else known
+        if origin:
+            self._origins[row] = origin
+        live[key] = row
+        rows.state[row], rows.pin[row], rows.keep[row] = LIVE, 0, 0
+        self._changes += 1
+        if key.startswith(PROBE_PREFIX):
+            self._probes += 1
+        else:
+            self.stored_pages += 1
+        old = live.pop(replaces, -1)
+        if old < 0:
+            self._order.insert(row, key, priority)
+            return False
+        self._order.replace(row, key, priority, old, replaces)
+        self._counts[Removal.DELETED] += 1
+        rows.keep[old] = 0
+        if rows.pin[old]:
+            rows.state[old] = DOOMED
+        else:
+            self._free(old)
+        return True
 
     def abort(self, row: int) -> bytes:
         """Give a reserved or staged row back; returns its key."""
@@ -313,7 +351,7 @@ class SlotTable:
             self._probes -= 1
         else:
             self._counts[why] += 1
-        self._removed.append(Removed(key, why))
+        self.removed.append(Removed(key, why))
         if self._rows.pin[row]:
             self._rows.state[row] = DOOMED
         else:
@@ -322,7 +360,7 @@ class SlotTable:
 
     def take_removed(self) -> list[Removed]:
         """Pages that left since the last call, in order."""
-        removed, self._removed = self._removed, []
+        removed, self.removed = self.removed, []
         return removed
 
     # ---- opening, counting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -91,6 +92,84 @@ def test_the_end_of_the_stream_and_errors_are_told(pair: tuple[socket.socket, so
     assert got == 0 and os.strerror(error)
     with pytest.raises(BufferError):
         _native.receive(ours.fileno(), b"cannot be written", [], FOREVER)
+
+
+BUFFER_BYTES = 1 << 12
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16, 5000, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, (1 << 20) + 3])
+@pytest.mark.parametrize("here", [0, 1, 700, BUFFER_BYTES])
+@pytest.mark.parametrize("behind", [b"", b"next", bytes(9000)])
+def test_a_value_is_read_from_the_buffer_and_the_socket(
+    pair: tuple[socket.socket, socket.socket], nbytes: int, here: int, behind: bytes
+) -> None:
+    """As far as it is in the buffer from there, whatever of the line end that leaves for the socket."""
+    ours, theirs = pair
+    value, key = os.urandom(nbytes), os.urandom(32)
+    sent = value + b"\r\n" + behind
+    here = min(here, len(sent))
+    start = BUFFER_BYTES - here  # at the very end of it
+    buffer, out = bytearray(start) + sent[:here], bytearray(nbytes)
+    thread = threading.Thread(target=theirs.sendall, args=(sent[here:],))
+    thread.start()
+    start, end, digest, error = _native.read_value(ours.fileno(), buffer, start, BUFFER_BYTES, memoryview(out), key)
+    assert not error and out == value
+    assert digest == xxhash.xxh3_128_digest(value, int.from_bytes(key[:8], "little"))
+    rest = bytes(buffer[start:end])
+    assert len(buffer) == BUFFER_BYTES and behind.startswith(rest)
+    left = len(behind) - len(rest)
+    assert left == 0 or ours.recv(left, socket.MSG_WAITALL) == behind[len(rest) :]
+    thread.join()
+
+
+def test_a_value_that_does_not_come_is_told(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (0).to_bytes(8, "little") + (50_000).to_bytes(8, "little"))
+    buffer, out = bytearray(100), memoryview(bytearray(10))
+
+    def read(end: int) -> int:
+        return _native.read_value(ours.fileno(), buffer, 0, end, out, bytes(32))[3]
+
+    buffer[:12] = b"0123456789ab"
+    assert read(12) == _native.NO_LINE_END
+    assert read(4) == errno.EAGAIN
+    theirs.sendall(b"456789\r")
+    assert read(4) == errno.EAGAIN, "half a line end"
+    theirs.close()
+    assert read(4) == read(11) == _native.CLOSED
+    assert _native.read_command(ours.fileno(), buffer, 7, 7, 9, 9, 9) == (0, 0, None, 0, -1, _native.CLOSED)
+    for start, end in ((5, 4), (0, 101)):
+        with pytest.raises(ValueError, match="in the buffer"):
+            _native.read_value(ours.fileno(), buffer, start, end, out, bytes(32))
+        with pytest.raises(ValueError, match="in the buffer"):
+            _native.read_command(ours.fileno(), buffer, start, end, 9, 9, 9)
+    with pytest.raises(ValueError, match="8 bytes"):
+        _native.read_value(ours.fileno(), buffer, 0, 0, out, b"short")
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        (b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\nab", ([b"SET", b"k"], 1, 5, b"ab")),
+        (b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r", ([b"SET", b"k"], 1, -1, b"$5\r")),
+        (b"*3\r\n$3\r\nset\r\n$1\r\nk\r\n$501\r\n", ([b"set", b"k"], 1, -1, b"$501\r\n")),
+        (b"*5\r\n$4\r\nMSET\r\n$1\r\nk\r\n$2\r\n", ([b"MSET", b"k"], 3, 2, b"")),
+        (b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n*1", ([b"GET", b"k"], 0, -1, b"*1")),
+        (b"*2\r\n$3\r\nGET\r\n$101\r\n", ([b"GET"], 1, -1, b"$101\r\n")),
+        (b"*101\r\n", (None, 0, -1, b"*101\r\n")),
+        (b"PING\r\n", (None, 0, -1, b"PING\r\n")),
+    ],
+)
+def test_the_start_of_a_command(
+    pair: tuple[socket.socket, socket.socket], sent: bytes, found: tuple[list[bytes] | None, int, int, bytes]
+) -> None:
+    ours, theirs = pair
+    theirs.sendall(sent)
+    buffer = bytearray(100)
+    start, end, words, left, nbytes, error = _native.read_command(ours.fileno(), buffer, 3, 3, 100, 100, 500)
+    assert (words, left, nbytes, bytes(buffer[start:end]), error) == (*found, 0)
+    again = bytearray(b"..." + sent)
+    assert _native.read_command(-1, again, 3, len(again), 100, 100, 500)[2:] == (words, left, nbytes, 0)
 
 
 def test_a_deadline_holds_though_bytes_keep_trickling(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -8,9 +8,11 @@ from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.abc.tier import PageMeta, PutStatus, Removal
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, SpecError
 from kvtier.replay.reference import _Tier as ReferenceTier
 from kvtier.replay.stack import Policy
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
@@ -220,6 +222,70 @@ def test_priorities_are_lanes_of_their_own() -> None:
         gone = [r.key for r in table.take_removed()]
         assert sorted(gone[:10]) == sorted(key_of(n) for n in range(0, 30, 3))
         assert sorted(gone[10:]) == sorted(key_of(n) for n in range(1, 30, 3))
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 11), st.integers(0, 3), st.sampled_from([1, 4096, 5000]), st.integers(-1, 1)), max_size=60
+)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_replacing_in_one_step_is_what_its_parts_are(policy: str, steps: list[tuple[int, int, int, int]]) -> None:
+    """Values of twelve names, each under a page of its own, in a table with room for fewer of them."""
+    one, parts = (SlotTable([Region(0, 9 * 4096)], 8192, order_of(policy)) for _ in range(2))
+    names: dict[int, bytes] = {}
+    held: list[list[int]] = []
+    for step, (name, what, nbytes, priority) in enumerate(steps):
+        old, key = names.get(name, b""), key_of(100 + step)
+        if what == 0 and old:
+            pins = [table.pin([old]) for table in (one, parts)]
+            assert pins[0] == pins[1]
+            if pins[0][0] >= 0:
+                held.append(pins[0])
+            continue
+        if what == 1 and held:
+            pin = held.pop()
+            one.unpin(pin)
+            parts.unpin(pin)
+            continue
+        rows = [table.reserve(key, nbytes + 1) for table in (one, parts)]
+        assert rows[0] == rows[1]
+        news = one.take_removed()
+        assert news == parts.take_removed()
+        row = rows[0]
+        if not isinstance(row, int):
+            continue
+        meta = meta_of(nbytes, step)._replace(priority=priority)
+        parts.stage(row, meta)
+        parts.publish(row, priority)
+        parts.unpin([row])
+        gone = parts.remove(old, Removal.DELETED)
+        assert one.publish_over(row, key, meta, old) == gone
+        assert not one.take_removed()
+        assert [r.key for r in parts.take_removed()] == ([old] if gone else [])
+        names[name] = key
+        with pytest.raises(SpecError):
+            one.publish_over(row, key, meta, b"")
+    assert one.entries(staged=True) == parts.entries(staged=True)
+    usages = [table.usage(capacity_bytes=9 * 4096, put_bytes=0, get_bytes=0) for table in (one, parts)]
+    assert usages[0] == usages[1]
+    for pin in held:
+        one.unpin(pin)
+        parts.unpin(pin)
+    assert (one.used_bytes, one.find(list(names.values()))) == (parts.used_bytes, parts.find(list(names.values())))
+
+
+def test_replacing_refuses_what_its_parts_refuse() -> None:
+    table = SlotTable([Region(0, 1 << 20)], 1 << 20)
+    add(table, 1)
+    row = table.reserve(key_of(2), 100)
+    assert isinstance(row, int)
+    for meta in (meta_of(101), meta_of(100)._replace(checksum=b"short"), meta_of(100)._replace(priority=9)):
+        with pytest.raises(SpecError):
+            table.publish_over(row, key_of(2), meta, key_of(1))
+    assert table.find([key_of(1), key_of(2)])[0] >= 0 and table.abort(row) == key_of(2)
 
 
 def test_an_unknown_policy_is_named() -> None:

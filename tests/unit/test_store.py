@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.keys import checksum
 from kvtier.ledger import MissReason
 from kvtier.lookup import UNPINNED, Lookup
+from kvtier.observe import Observer
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
@@ -502,3 +503,76 @@ def test_a_sparse_lookup_uses_pages_behind_a_gap(store: TieredStore) -> None:
     store.give_back(lookup, [0])
     store.settle("r")
     assert ledger(store) == ({"host": 1, "nvme": 1}, {"absent": 4, "dropped": 1})
+
+
+class Hearing(Observer):
+    """Writes down what it hears of."""
+
+    def __init__(self, *, moves: bool) -> None:
+        self.hears_moves = moves
+        self.heard: list[tuple[str, list[bytes]]] = []
+
+    def stored(self, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
+        self.heard.append(("stored", list(keys)))
+
+    def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
+        self.heard.append(("arrived", list(keys)))
+
+    def left(self, tier: str, keys: Sequence[bytes]) -> None:
+        self.heard.append(("left", list(keys)))
+
+    def deleted(self, keys: Sequence[bytes]) -> None:
+        self.heard.append(("deleted", list(keys)))
+
+
+def replace(store: TieredStore, page: int, replaces: bytes) -> bool:
+    key, data = page_key(page), bytes([page]) * (SLOT - 1)
+    slot = store.reserve_one(key, len(data))
+    assert isinstance(slot, Slot)
+    store.host.view(slot)[:] = data
+    return store.commit_over(key, slot, PageMeta(len(data), 1, page, checksum(data, key), bytes(16)), replaces)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_page_replaces_another_in_one_step(moves: bool) -> None:
+    told: list[bytes] = []
+    observer = Hearing(moves=moves)
+    store = TieredStore(HostTier(4 * SLOT), observer=observer, on_removed=lambda keys, why: told.extend(keys))
+    assert not replace(store, 1, b"")
+    assert replace(store, 2, page_key(1))
+    assert not replace(store, 3, page_key(1)), "it is gone already"
+    assert store.may_have(keys(1, 2, 3))[0] == [False, True, True]
+    assert not told and store._room.filling == 0
+    news = [("arrived", keys(1)), ("arrived", keys(2)), ("left", keys(1)), ("arrived", keys(3))] if moves else []
+    assert [h for h in observer.heard if h[0] != "stored"] == news
+    assert [h for h in observer.heard if h[0] == "stored"] == [("stored", keys(n)) for n in (1, 2, 3)]
+    for page in (4, 5, 6):  # nobody holds what was replaced: there is room again
+        assert not replace(store, page, b"")
+    assert told == keys(2)
+    assert store.reserve_one(page_key(6), 1) is PutStatus.EXISTS
+    assert store.reserve_one(page_key(7), 5 * SLOT) is PutStatus.TOO_LARGE
+    slot = store.reserve_one(page_key(8), 1)
+    assert isinstance(slot, Slot)
+    with pytest.raises(SpecError):
+        store.commit_over(page_key(8), slot, PageMeta(2, 1, 0, bytes(16), bytes(16)), b"")
+    assert store._room.filling == 0
+    check_usage(store.host.usage())
+    store.close()
+    with pytest.raises(ClosedError):
+        store.reserve_one(page_key(9), 1)
+    with pytest.raises(ClosedError):
+        store.host.reserve_one(page_key(9), 1)
+
+
+def test_what_may_be_below_or_is_protected_is_not_replaced_in_one_step(store: TieredStore) -> None:
+    assert not replace(store, 1, b"")
+    assert not replace(store, 2, page_key(1)), "it may be below: the caller deletes it"
+    assert store.drain(PATIENCE_S) and store.known_below(keys(1, 2)) == [True, True]
+    store.delete(keys(1), replaced=True)
+    assert store.drain(PATIENCE_S) and store.known_below(keys(1, 2)) == [False, True]
+    alone = TieredStore(HostTier(12 * SLOT))
+    assert not replace(alone, 1, b"") and alone.protect(keys(1)) == [True]
+    assert not replace(alone, 2, page_key(1))
+    alone.delete(keys(1), replaced=True)
+    assert not alone.protected() and replace(alone, 3, page_key(2))
+    alone.close()

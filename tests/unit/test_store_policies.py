@@ -230,7 +230,7 @@ def test_values_of_a_user_with_a_low_priority_make_room_first() -> None:
         reservation = keyspace.reserve(0, name, 10)
         assert isinstance(reservation, Reservation) and reservation.view is not None
         reservation.view[:] = b"0123456789"
-        reservation.check.update(reservation.view)
+        reservation.checksum = checksum(reservation.view, reservation.page)
         assert keyspace.commit(0, name, reservation)
     there = [n for n in (b"chat:0", b"chat:1", b"other", b"batch:0", b"batch:1", b"batch:2") if keyspace.find(0, n)]
     assert there == [b"chat:0", b"chat:1", b"other", b"batch:2"]
