@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _REMEMBERED = 65536
 
@@ -22,6 +22,11 @@ class Evicted:
 
     def __contains__(self, key: object) -> bool:
         return key in self._when_s
+
+    def among(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Those of `keys` that left."""
+        when = self._when_s
+        return {key for key in keys if key in when} if when else set()
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Pages have just left."""

@@ -119,6 +119,7 @@ class Ledger(Collector):
         self._ages = np.zeros(len(_AGES) + 1, np.int64)
         self._ages_sum_s = 0.0
         self._usages: dict[str, Callable[[], TierUsage]] = {}
+        self._before_reading: Callable[[], None] | None = None
 
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -251,7 +252,13 @@ class Ledger(Collector):
         with self._lock:
             self._switches[role] += 1
 
+    def before_reading(self, call: Callable[[], None]) -> None:
+        """`call()` before the totals are read: what has happened and is not counted yet is counted now."""
+        self._before_reading = call
+
     def snapshot(self) -> LedgerSnapshot:
+        if self._before_reading is not None:
+            self._before_reading()
         with self._lock:
             return LedgerSnapshot(
                 lookups=self._lookups,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.abc.tier import PageMeta, Slot, StagingTier
 from kvtier.ledger import MissReason
 
 Pin = tuple[Slot, PageMeta]
+Names = Callable[[int, int], tuple[list[bytes], list[bytes]]]
 UNPINNED = -1
+
+
+def _no_names(start: int, stop: int) -> tuple[list[bytes], list[bytes]]:
+    return [], []
 
 
 class Lookup:
@@ -20,11 +26,15 @@ class Lookup:
     (`misses[i]`). `origins[i]` names the tier it was found in, where that is not the host tier. sparse: each page is of
     use by itself, one behind a gap too; otherwise only a prefix is. counted: its pages are what the ledger counts;
     those beside others (a recurrent state, a window) are not, or one page would be several.
+
+    A long prefix may be asked for piece by piece. `behind(i, j)` names the keys and hashes of pages i to j of those
+    that were not asked for yet, `behind_pages` in all: behind a gap nobody asks for them, but they are counted.
     """
 
     __slots__ = (
-        "arrivals", "asked", "began", "counted", "deadline", "hashes", "held", "host", "keys", "load_s", "loading",
-        "misses", "origins", "pins", "promoted", "request_id", "sparse", "superseded",
+        "arrivals", "asked", "began", "behind", "behind_pages", "counted", "deadline", "distinct", "hashes", "held",
+        "host", "keys", "load_s", "loading", "misses", "origins", "pins", "promoted", "request_id", "sparse",
+        "superseded",
     )  # fmt: skip
 
     def __init__(
@@ -46,8 +56,11 @@ class Lookup:
         self.began = self.asked
         self.promoted: Counter[str] = Counter()  # pages that came up for it, by tier
         self.arrivals: dict[int, float] = {}  # when pages from below were there, by index; monotonic seconds
-        self.hashes: Sequence[bytes] = ()  # the engine's own, one per key, or none
+        self.hashes: list[bytes] = []  # the engine's own, one per key, or none
         self.load_s = 0.0  # verifying and decoding, queueing included
+        self.behind: Names = _no_names
+        self.behind_pages = 0
+        self.distinct: set[bytes] = set()  # `keys`, where it is asked for piece by piece
 
     @property
     def ready_pages(self) -> int:
@@ -82,12 +95,16 @@ class Lookup:
 
     def slots_of(self, pages: Sequence[int]) -> list[Pin]:
         """Where pages, given by index, lie; they must be ready."""
+        return self.host.pinned_many(self.pins_of(pages))
+
+    def pins_of(self, pages: Sequence[int]) -> list[int]:
+        """The pins of pages, given by index, which must be ready."""
         have = len(self.pins)
         pins = [self.pins[i] if i < have else UNPINNED for i in pages]
         if UNPINNED in pins:
             lost = [i for i, pin in zip(pages, pins, strict=True) if pin == UNPINNED]
             raise ValueError(f"pages {lost} of request {self.request_id!r} are not ready, {self.ready_pages} are")
-        return self.host.pinned_many(pins)
+        return pins
 
     def restored_from(self, pages: int) -> dict[str, int]:
         """Pages of the first `pages` by the tier they were found in."""
@@ -107,14 +124,11 @@ class Lookup:
             hits = Counter(self.origins.get(i, self.host.name) for i, pin in enumerate(self.pins) if pin != UNPINNED)
         else:
             hits = Counter(self.restored_from(ready))
-        for i in range(ready, len(self.keys)):
-            if self.pins[i] != UNPINNED:
-                if not self.sparse:
-                    misses[MissReason.AFTER_GAP] += 1
-            elif self.keys[i] in self.loading:
-                misses[MissReason.DEADLINE] += 1
-            else:
-                misses[self.misses[i]] += 1
+        if not self.sparse and (stranded := len(self.pins) - ready - self.pins[ready:].count(UNPINNED)):
+            misses[MissReason.AFTER_GAP] += stranded
+        if self.loading:
+            misses[MissReason.DEADLINE] += len(self.loading)
+        misses.update(self.misses.values())
         return dict(hits), misses
 
     def outcomes(self) -> list[str | MissReason]:
@@ -160,7 +174,7 @@ class Lookup:
         release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
         old = {key: i for i, key in enumerate(self.keys)}
         pins, origins, misses, loading, arrivals = self.pins, self.origins, self.misses, self.loading, self.arrivals
-        self.keys = list(keys)
+        self.keys, self.distinct = list(keys), set()
         self.pins, self.origins, self.misses, self.loading = [UNPINNED] * len(keys), {}, {}, {}
         self.arrivals = {}
         if not old and not self.superseded:
@@ -186,19 +200,58 @@ class Lookup:
                 released.append(pins[j])
         return released
 
-    def unknown(self) -> list[int]:
+    def extend(self, keys: Sequence[bytes], hashes: Sequence[bytes]) -> range:
+        """Ask for more pages, which are next in the prefix; their indices. They have neither pin nor reason yet."""
+        first = len(self.keys)
+        if not self.distinct:
+            self.distinct = set(self.keys)
+        self.distinct.update(keys)
+        if len(self.distinct) != first + len(keys):
+            raise ValueError(f"request {self.request_id!r} asks for the same page twice")
+        self.keys += keys
+        self.hashes += hashes
+        self.pins += [UNPINNED] * len(keys)
+        if self.superseded:
+            for key in keys:
+                self.superseded.pop(key, None)
+        return range(first, len(self.keys))
+
+    def pin(self, pages: Sequence[int], pins: list[int]) -> None:
+        """What pinning these pages, in ascending order, gave."""
+        if not pages:
+            return
+        if pages[-1] - pages[0] + 1 == len(pages):
+            self.pins[pages[0] : pages[-1] + 1] = pins
+        else:
+            for i, pin in zip(pages, pins, strict=True):
+                self.pins[i] = pin
+
+    def missed(self, keys: Sequence[bytes], hashes: Sequence[bytes], reasons: Sequence[MissReason]) -> None:
+        """Pages at the end are misses."""
+        pages = self.extend(keys, hashes)
+        self.misses.update(zip(pages, reasons, strict=True))
+
+    @property
+    def gap_reason(self) -> MissReason | None:
+        """Why the prefix does not go on, where it does not."""
+        return self.misses[min(self.misses)] if self.misses else None
+
+    def unknown(self) -> Sequence[int]:
         """Indices of pages that were not classified yet."""
+        if not self.misses and not self.loading and self.pins.count(UNPINNED) == len(self.pins):
+            return range(len(self.pins))
         return [
             i
             for i, pin in enumerate(self.pins)
             if pin == UNPINNED and i not in self.misses and self.keys[i] not in self.loading
         ]
 
-    def release(self) -> list[int]:
-        """Give up every pin; returns them."""
-        pins = [pin for pin in self.pins if pin != UNPINNED] if UNPINNED in self.pins else self.pins
-        self.pins = [UNPINNED] * len(self.keys)
-        return pins
+    def end(self) -> tuple[Lookup, list[int]]:
+        """Nothing is pinned or on its way any more. Returns what it was, and the pins, for release."""
+        was = copy.copy(self)
+        was.keys, was.hashes, was.misses = list(self.keys), list(self.hashes), dict(self.misses)
+        self.pins, self.loading = [UNPINNED] * len(self.keys), {}
+        return was, [pin for pin in was.pins if pin != UNPINNED] if UNPINNED in was.pins else was.pins
 
     def give_up_last(self, pages: int, behind: int) -> list[int]:
         """Turn up to `pages` pinned pages with an index above `behind`, the last ones first, into misses for want of

@@ -334,7 +334,7 @@ class PageMover:
         becomes a miss; nothing of the load may then be used."""
         self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         wanted = range(len(page_ids)) if pages is None else pages
-        pins = lookup.slots_of(wanted)
+        pins = lookup.pins_of(wanted)
         ticket: Ticket[OnboardResult] = Ticket()
         keys = [lookup.keys[i] for i in wanted]  # the request may ask for others by the time a worker is free
         job = partial(self._onboard, ticket, lookup, keys, pins, wanted, pool, page_ids, on_layer, ready)
@@ -347,7 +347,7 @@ class PageMover:
         ticket: Ticket[OnboardResult],
         lookup: Lookup,
         keys: Sequence[bytes],
-        pins: list[Pin],
+        held: list[int],
         pages: Sequence[int],
         pool: HotPool,
         page_ids: Sequence[int] | npt.NDArray[np.int64],
@@ -358,6 +358,7 @@ class PageMover:
         try:
             if ready is not None:
                 ready()
+            pins = self.store.host.pinned_many(held)
             bad = self._find_bad(keys, pins)
             if bad:
                 for i, reason in bad.items():

@@ -58,6 +58,8 @@ class Observer:
 
     inventory: Inventory | None = None
     """Of the store that is watched, for the status page; None: nobody may ask over HTTP."""
+    prompt = False
+    """Whether requests must be told while their pins are still there."""
     hears_moves = False
     """Whether `arrived` and `left` do anything."""
 
@@ -69,7 +71,7 @@ class Observer:
         """Pages were asked for and counted outside of a `Lookup`."""
 
     def settled(self, lookup: Lookup, hits: Mapping[str, int], misses: Mapping[MissReason, int], loaded: bool) -> None:
-        """A request is counted; its pins are still there. Called with the store's lock held."""
+        """A request is counted. With `prompt` its pins are still there, and the store's lock is held."""
 
     def stored(self, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         """New pages were committed."""
@@ -125,6 +127,7 @@ class Watch(Observer):
         self._page_tokens = 0
         self._origins: Origins | None = Origins() if options.origins else None
         self._explainer = Explainer(options.explain_sample)
+        self.prompt = options.explain_sample > 0  # the sizes of its pages are looked up
         self._ghosts: Ghosts | None = None
         if options.ghosts:
             capacities = {name: usage().capacity_bytes for name, usage in usages.items()}

@@ -26,11 +26,13 @@ from kvtier.abc.tier import (
 )
 from kvtier.below import Below, Deletion
 from kvtier.breakeven import BreakEven
+from kvtier.classification import Classification
+from kvtier.counting import Counting
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.evicted import Evicted
 from kvtier.inventory import Inventory
 from kvtier.ledger import Ledger, MissReason
-from kvtier.lookup import UNPINNED, Lookup
+from kvtier.lookup import Lookup
 from kvtier.observe import Observer
 from kvtier.placement import TierRules
 from kvtier.promotion import Promotions
@@ -130,6 +132,23 @@ class TieredStore:
             arrived=partial(self.observer.arrived, host.name),
         )
         self._has_shared = any(t.capabilities.shared for t in lower)
+        self._classification = Classification(
+            host,
+            self._below,
+            self._promotions,
+            self.break_even,
+            self._evicted,
+            self._unpin,
+            shared=any(t.capabilities.shared for t in lower),
+        )
+        self._counting = Counting(
+            self.ledger,
+            self.observer,
+            self._evicted,
+            self._classification,
+            self._used if self._spillers else None,
+            partial(self._worker_error, "observe"),
+        )
         for tier in (host, *lower):
             self.ledger.watch(tier.name, tier.usage)
             tier.set_removal_listener(partial(self._removed, tier.name))
@@ -296,9 +315,7 @@ class TieredStore:
             self._check_open()
             lookup = self._lookups.get(request_id)
             if lookup is not None:
-                if lookup.counted:
-                    self.ledger.polled()
-                lookup.asked = time.monotonic()
+                self._polled(lookup)
                 if lookup.keys == keys:
                     return lookup
             if len(set(keys)) != len(keys):
@@ -307,13 +324,36 @@ class TieredStore:
                 lookup = Lookup(request_id, self._promote_deadline_s, self.host, sparse, counted)
                 self._lookups[request_id] = lookup
             self._unpin(lookup.replace(keys))
-            lookup.hashes = hashes
-            self._classify(lookup)
+            lookup.hashes = list(hashes)
+            lookup.behind_pages = 0
+            self._classification.classify(lookup, lookup.unknown())
             return lookup
 
     def hold(self, lookup: Lookup, pages: int | None = None, *, rest: MissReason = MissReason.DEADLINE) -> bool:
         """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
         pages: what arrives from now on is too late for it, and must not be counted as a hit. `rest`: why ready pages
+    def extend(self, lookup: Lookup, keys: Sequence[bytes], *, hashes: Sequence[bytes]) -> bool:
+        """The pages that follow those which a prefix was asked for, found as in `lookup`. hashes: one per key. Counts
+        as no repeated lookup. False if the lookup has ended."""
+        with self._lock:
+            if self._lookups.get(lookup.request_id) is not lookup:
+                return False
+            self._classification.classify(lookup, lookup.extend(keys, hashes))
+            return True
+
+    def poll(self, lookup: Lookup) -> bool:
+        """As `lookup` for the pages that it was asked for: it is still waited for. False if it has ended."""
+        with self._lock:
+            if self._lookups.get(lookup.request_id) is not lookup:
+                return False
+            self._polled(lookup)
+            return True
+
+    def _polled(self, lookup: Lookup) -> None:
+        if lookup.counted:
+            self.ledger.polled()
+        lookup.asked = time.monotonic()
+
         behind these are not used. False, and nothing is held, if the lease ended before, or pages gave way to an older
         request: so many are not ready."""
         with self._lock:
@@ -374,116 +414,31 @@ class TieredStore:
             if key in lookup.keys:
                 self._unpin(lookup.fail(lookup.keys.index(key), reason))
 
-    def settle(self, request_id: str, *, loaded: bool = True) -> None:
+    def settle(self, request_id: str, *, loaded: bool = True, later: bool = False) -> None:
         """The request started and its loads ended, or it was dropped: count its pages, release its pins. Idempotent.
-        With `loaded` False its ready pages were not used: they are misses, since nothing was restored."""
+        With `loaded` False its ready pages were not used: they are misses, since nothing was restored. later: they are
+        counted by another thread, for which readers of the ledger wait; where the observer allows it."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
             if lookup is None:
                 return
-            if lookup.counted:
-                self._tell_misses(lookup)
-            hits, misses = lookup.tally()
-            used: list[bytes] = []
-            if not loaded:
-                misses[MissReason.DROPPED] += sum(hits.values())
-                hits = {}
-            elif self._spillers and self.host.name in hits:
-                used = lookup.host_hits()
             self._promotions.stop_waiting(lookup)
-            if lookup.counted:
-                self.ledger.settle(hits, misses)
-                self.observer.settled(lookup, hits, misses, loaded)
-            lookup.loading = {}
-            released = lookup.release()
+            later = later and not self.observer.prompt
+            if not later:
+                self._counting.now(lookup, loaded)
+            was, released = lookup.end()
         self._unpin(released)
-        for spiller in self._spillers.values():
-            spiller.used(used)
+        if later:
+            self._counting.later(was, loaded)
 
-    def _tell_misses(self, lookup: Lookup) -> None:
-        """How long ago evicted pages left, and which absent ones are stored under another namespace."""
-        evicted = [lookup.keys[i] for i, why in lookup.misses.items() if why is MissReason.EVICTED]
-        if evicted:
-            self.ledger.evicted_ages(self._evicted.ages_s(evicted))
-        absent = [i for i, why in lookup.misses.items() if why is MissReason.ABSENT] if lookup.hashes else []
-        if absent:
-            hashes, keys = [lookup.hashes[i] for i in absent], [lookup.keys[i] for i in absent]
-            for i, elsewhere in zip(absent, self.observer.elsewhere(hashes, keys), strict=True):
-                if elsewhere:
-                    lookup.misses[i] = MissReason.NAMESPACE
+    def wait_counted(self) -> None:
+        """Wait until every request that was settled is counted. For who is about to store what they missed."""
+        self._counting.finish()
 
     def open_requests(self) -> list[str]:
         """Requests that were looked up and not settled."""
         with self._lock:
             return list(self._lookups)
-
-    def _classify(self, lookup: Lookup) -> None:
-        unknown = lookup.unknown()
-        pins = self.host.pin_many([lookup.keys[i] for i in unknown])
-        if len(unknown) == len(lookup.keys):
-            lookup.pins = pins
-        else:
-            for i, pin in zip(unknown, pins, strict=True):
-                lookup.pins[i] = pin
-        slow = self.break_even.declines(self.host.name)
-        if UNPINNED not in pins and not slow:
-            return
-        absent = [i for i in unknown if lookup.pins[i] == UNPINNED]
-        below, down = self._below.find([(i, lookup.keys[i]) for i in absent])
-        # What only a shared tier can have is asked for by a worker, and counts as on its way until that knows.
-        maybe = {i for i in absent if i not in below} if self._has_shared else set()
-        if self._below.deleting:
-            maybe = {i for i in maybe if lookup.keys[i] not in self._below.deleting}
-        declined = self._decline(lookup, below, unknown, slow)
-        reach = len(lookup.keys)
-        if not lookup.sparse:
-            reach = next(
-                (
-                    i
-                    for i, pin in enumerate(lookup.pins)
-                    if pin == UNPINNED and i not in below and i not in maybe and lookup.keys[i] not in lookup.loading
-                ),
-                reach,
-            )
-        promote: dict[str, list[bytes]] = {}
-        ask: list[bytes] = []
-        released = []
-        for i in unknown:
-            key = lookup.keys[i]
-            if i > reach and (lookup.pins[i] != UNPINNED or i in below):
-                released += lookup.fail(i, MissReason.AFTER_GAP)
-            elif i in declined:
-                lookup.misses[i] = MissReason.DECLINED
-            elif lookup.pins[i] != UNPINNED:
-                continue
-            elif i in below or i in maybe:
-                if i in below:
-                    lookup.origins[i] = below[i]
-                lookup.loading[key] = i
-                if not self._promotions.want(lookup, key):
-                    continue
-                if i in below:
-                    promote.setdefault(below[i], []).append(key)
-                else:
-                    ask.append(key)
-            elif i in down:
-                lookup.misses[i] = MissReason.TIER_DOWN
-            else:
-                lookup.misses[i] = MissReason.EVICTED if key in self._evicted else MissReason.ABSENT
-        self._unpin(released)
-        self._promotions.start(promote, lookup, ask)
-
-    def _decline(self, lookup: Lookup, below: dict[int, str], unknown: list[int], slow: bool) -> set[int]:
-        """Pages that are sooner computed than loaded (`slow`: all of them): taken out of `below`, and let go."""
-        tiers = {name for name in set(below.values()) if slow or self.break_even.declines(name)}
-        declined = {i for i, name in below.items() if name in tiers}
-        for i in declined:
-            del below[i]
-        if slow:
-            here = [i for i in unknown if lookup.pins[i] != UNPINNED]
-            self._unpin([pin for i in here for pin in lookup.fail(i, MissReason.DECLINED)])
-            declined.update(here)
-        return declined
 
     # -- house-keeping -----------------------------------------------------------------------------------------------
 
@@ -510,6 +465,7 @@ class TieredStore:
         tiers = (self.host, *self.lower)
         closer = WorkerPool("kvtier-close", len(tiers), partial(self._worker_error, "spill"))
         for tier in tiers:
+        self._counting.close(max(0.05, give_up - time.monotonic()))
             tier.set_removal_listener(None)
             closer.submit(tier.close)
         if not closer.close(give_up + _TIER_CLOSE_S - time.monotonic()):
@@ -550,6 +506,10 @@ class TieredStore:
 
     def _unpin(self, pins: Sequence[int]) -> None:
         self._room.unpin(pins)
+
+    def _used(self, keys: Sequence[bytes]) -> None:
+        for spiller in self._spillers.values():
+            spiller.used(keys)
 
     def _worker_error(self, site: str, error: BaseException) -> None:
         self.ledger.error(site)

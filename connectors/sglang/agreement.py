@@ -10,13 +10,19 @@ error of one rank alone: what fails on a rank is an answer of nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum, auto
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.connectors.sglang.ranks import Minimum, RankGroup
+
+_STEP_PAGES = 4096
+"""Pages of requests that are settled in one step."""
 
 
 class Progress(Enum):
@@ -44,7 +50,7 @@ class _Asked:
         self.key = key
         self.pages = pages
         self.state = _State.OPEN
-        self.lengths: list[int] = []
+        self.lengths: Sequence[int] = ()
 
 
 class _Question:
@@ -66,7 +72,7 @@ class Agreement:
         self._asked: dict[str, _Asked] = {}
         self._steps: deque[list[_Question]] = deque()
 
-    def asks(self, rid: str, key: Hashable, pages: int) -> list[int]:
+    def asks(self, rid: str, key: Hashable, pages: int) -> Sequence[int]:
         """The agreed answer to a lookup of `pages` pages, of which `key` says which they are: every length of a prefix
         that all ranks can restore. Empty while the request is open, as it is when it asks for other pages."""
         asked = self._asked.get(rid)
@@ -117,14 +123,10 @@ class Agreement:
         self, found: Sequence[_Asked], progress: Callable[[str], Progress], freeze: Callable[[str], Sequence[int]]
     ) -> list[_Question]:
         questions = []
-        ready = [asked for asked in found if asked.state is _State.READY]
+        ready = _some([asked for asked in found if asked.state is _State.READY])
         if ready:
-            mask = torch.zeros(sum(asked.pages + 1 for asked in ready), dtype=torch.uint8)
-            at = 0
-            for asked in ready:
-                lengths = [n for n in freeze(asked.rid) if 0 < n <= asked.pages]
-                mask[[at + n for n in lengths]] = 1
-                at += asked.pages + 1
+            masks = [_mask(freeze(asked.rid), asked.pages) for asked in ready]
+            mask = torch.from_numpy(np.concatenate(masks))
             questions.append(_Question(ready, self._ranks.least(mask), frozen=True))
         opened = [asked for asked in found if asked.state is _State.OPEN]
         if opened:
@@ -138,16 +140,33 @@ class Agreement:
 
     def _apply(self, question: _Question, use: Callable[[str, int], None]) -> None:
         """Requests that left the queue, or ask for other pages by now, are left out on every rank alike."""
-        answers = question.answers.result()
+        answers = question.answers.values()
         at = 0
         for i, asked in enumerate(question.about):
             current = self._asked.get(asked.rid) is asked
             if not question.frozen:
-                all_done, none_late = answers[i]
+                all_done, none_late = answers[i].tolist()
                 asked.state = _State.READY if all_done or not none_late else _State.OPEN
                 continue
-            lengths = [n for n in range(1, asked.pages + 1) if answers[at + n]]
+            lengths = np.flatnonzero(answers[at : at + asked.pages + 1]).tolist()
             at += asked.pages + 1
             if current:
                 asked.state, asked.lengths = _State.AGREED, lengths
                 use(asked.rid, max(lengths, default=0))
+
+
+def _some(ready: Sequence[_Asked]) -> list[_Asked]:
+    """As many of them, the first ones, as are settled in one step: at least one."""
+    ends = itertools.accumulate(asked.pages for asked in ready)
+    return [asked for n, (asked, end) in enumerate(zip(ready, ends, strict=True)) if not n or end <= _STEP_PAGES]
+
+
+def _mask(lengths: Sequence[int], pages: int) -> npt.NDArray[np.uint8]:
+    """uint8 ``[pages + 1]``: 1 at every length of a prefix that can be restored."""
+    mask = np.zeros(pages + 1, np.uint8)
+    if isinstance(lengths, range):
+        mask[lengths.start : lengths.stop] = 1
+    else:
+        mask[[n for n in lengths if n <= pages]] = 1
+    mask[0] = 0
+    return mask

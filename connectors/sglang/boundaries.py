@@ -8,7 +8,7 @@ not counted: they are parts of the pages that are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,12 @@ def is_beside(name: str) -> bool:
 
 
 class Beside:
-    """The pages of one pool beside, for one request: `keys[i]` belongs to KV page i of its tail. window: how many of
+    """The pages of one pool beside, for one request: `keys[i]` belongs to KV page i of its tail, and more may be added
+    before it is asked for any. window: how many of
     them, up to the end of the prefix, must be there. spare: pin what else is in host memory, so that a shorter prefix
     is ready where another rank lacks a page of the longest. Used on the scheduler's thread."""
 
-    def __init__(
-        self, store: TieredStore, name: str, keys: Sequence[bytes], window: int, *, spare: bool = False
-    ) -> None:
+    def __init__(self, store: TieredStore, name: str, keys: list[bytes], window: int, *, spare: bool = False) -> None:
         self._store = store
         self._name = name
         self.keys = keys

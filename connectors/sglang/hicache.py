@@ -299,6 +299,7 @@ class KVTierStorage(HiCacheStorage):
     def _set(self, pool: _Pool, keys: Sequence[str], host_indices: Any) -> list[bool]:
         page_ids = pool.staged.page_ids(host_indices, len(keys))
         hashes = [bytes.fromhex(key) for key in keys]
+        self._store.wait_counted()
         start = time.perf_counter()
         result = pool.mover.offload(pool.staged.hot, hashes, page_ids).result()
         stored = [True] * len(keys)

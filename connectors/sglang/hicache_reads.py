@@ -25,6 +25,8 @@ from kvtier.store import TieredStore
 _POLL_S = 0.02
 _FORGOTTEN_S = 60.0
 """A request that is in no queue is given up after this long: queues of disaggregated prefill are not looked into."""
+_COUNTED_PAGES = 64
+"""Of requests with more, another thread counts the pages."""
 
 
 class _Asked:
@@ -239,4 +241,5 @@ class Reads:
         loaded = asked.loaded > 0
         if loaded:
             self._store.hold(asked.lookup, asked.loaded, rest=MissReason.DROPPED)
-        self._store.settle(asked.lookup.request_id, loaded=loaded)
+        # On the scheduler's thread: of many pages that takes too long.
+        self._store.settle(asked.lookup.request_id, loaded=loaded, later=len(asked.lookup.keys) > _COUNTED_PAGES)

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.sglang.hooks import changes_weights
+from kvtier.connectors.sglang.steps import FIRST_PAGES, NEW_PAGES, REQUEST_PAGES
 
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.linker import KVTierLinker
@@ -27,11 +28,6 @@ _LOAD_FAILED = "External KV cache load failed"
 
 _IDLE_S = 0.0005
 """Pause of a scheduler that has nothing but held requests: its loop would spin and starve the promoting threads."""
-STEP_PAGES = 256
-"""Pages that are looked up for the first time in one scheduling step, of all requests together: half a millisecond of
-the scheduler's thread. Counted and not timed, because ranks must do the same. One request is always looked up whole."""
-_REQUEST_PAGES = 20
-"""What a lookup costs beside its pages, in pages."""
 
 
 def linker_of(cache: Any) -> KVTierLinker | None:
@@ -100,6 +96,20 @@ def build_batch(
     linker = linker_of(scheduler.tree_cache)
     if linker is None:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
+    linker.budget.begin()
+    try:
+        return _build(original, linker, scheduler, prefill_delayer_single_pass, running_batch)
+    finally:
+        linker.budget.end()
+
+
+def _build(
+    original: Callable[..., tuple[Any, Any]],
+    linker: KVTierLinker,
+    scheduler: Any,
+    prefill_delayer_single_pass: Any,
+    running_batch: Any,
+) -> tuple[Any, Any]:
     queue = scheduler.waiting_queue
     held = _partition(linker, scheduler, queue) if queue else set()
     if held:
@@ -115,7 +125,7 @@ def build_batch(
         linker.compacted.started(batch.reqs, scheduler.chunked_req, lambda req: _abort_chunked(scheduler, req))
         for req in batch.reqs:
             linker.request_started(req.rid)
-    elif held and _idle(scheduler, running):
+    elif held and not linker.looks_up and _idle(scheduler, running):
         time.sleep(_IDLE_S)
     linker.drop_all_but(req.rid for req in scheduler.waiting_queue)
     return batch, running
@@ -124,6 +134,7 @@ def build_batch(
 def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[int]:
     """Which requests of the queue, by their ids, are to be left out of this step."""
     _look_up_new(linker, scheduler, queue)
+    linker.look_on()
     begin = time.perf_counter()
     linker.agree(req.rid for req in queue)
     held = {id(req) for req in queue if linker.waits(req.rid)}
@@ -132,15 +143,16 @@ def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[in
 
 
 def _look_up_new(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> None:
-    """The first lookups of requests in the order of the queue, as many as fit into a step."""
-    left = STEP_PAGES
+    """The first lookups of requests in the order of the queue, as many as fit into a step. SGLang's part of them is
+    collective: here nothing may depend on what this rank has found."""
+    left = NEW_PAGES
     for req in queue if linker.has_new() else ():
         if not linker.is_new(req.rid):
             continue
-        cost = _REQUEST_PAGES + (len(req.origin_input_ids) + len(req.output_ids)) // linker.page_tokens
-        if cost > left < STEP_PAGES:
+        pages = (len(req.origin_input_ids) + len(req.output_ids)) // linker.page_tokens
+        left -= REQUEST_PAGES + min(pages, FIRST_PAGES)
+        if left < 0:
             return
-        left -= cost
         linker.looked_up(req.rid)
         try:
             req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)

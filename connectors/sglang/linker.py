@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
@@ -32,6 +32,7 @@ from kvtier.connectors.sglang.port import open_port, show_open_requests, show_pe
 from kvtier.connectors.sglang.prefixes import Prefix, Prefixes
 from kvtier.connectors.sglang.ranks import Generations, Place, RankGroup
 from kvtier.connectors.sglang.stages import Stages
+from kvtier.connectors.sglang.steps import StepBudget
 from kvtier.connectors.sglang.tool_calls import Hints, Text, hash_text
 from kvtier.keys import Namespace
 from kvtier.ledger import MissReason
@@ -93,6 +94,8 @@ class KVTierLinker(UnifiedCacheLinker):
         self._new: dict[str, None] = {}
         self.barred: dict[str, bool] = {}
         self._asked: dict[str, Prefix] = {}
+        self._growing: dict[str, None] = {}
+        self.budget = StepBudget()
         self._offloads = Offloads(self._stages, lambda: self.count_error("offload"))
         engine = identity.identify(model_config, args)
         self._stored = opening.stored_pools(config, self._pools, engine, self._place)
@@ -141,7 +144,7 @@ class KVTierLinker(UnifiedCacheLinker):
     def _open_movers(self) -> None:
         self._movers = Movers(self._store, self._stored, self._config)
         self._prefixes = Prefixes(
-            self._store, self._stored, several=self._ranks.several, renamed=self.compacted.renamed
+            self._store, self._stored, self.budget, several=self._ranks.several, renamed=self.compacted.renamed
         )
 
     def _keys_of(self, text: Text) -> list[list[bytes]]:
@@ -158,13 +161,16 @@ class KVTierLinker(UnifiedCacheLinker):
 
     @timed("lookup", list)
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Prefix lengths in pages, of the tail that is not on the device, that can be restored now: verified, in host
-        memory, and pinned from here until the request starts or is dropped. The first call starts promotions."""
+        """The longest prefix in pages, of the tail that is not on the device, that can be restored now: verified, in
+        host memory, and pinned from here until the request starts or is dropped. The first call starts promotions; a
+        long tail is looked up in this step and in the next ones, as a part of all requests together, and waits.
+
+        SGLang takes all lengths, so that ranks find one that they have in common: they already have (`Agreement`)."""
         self._new.pop(rid, None)
         if self._loads.queued(rid):
             return []  # another request of the same name: the pages of the first must stay what its load expects
         if self._agreement is None:
-            return self._look_up(rid, transfers).lengths()
+            return list(self._look_up(rid, transfers).lengths()[-1:])
         hashes = transfers[0].keys
         agreed = self._agreement.asks(rid, (hashes[0], hashes[-1], len(hashes)), len(hashes))
         if self._agreement.is_open(rid):
@@ -173,11 +179,33 @@ class KVTierLinker(UnifiedCacheLinker):
             except Exception:  # noqa: BLE001 - this rank has nothing, and answers like the others
                 self.count_error("lookup")
                 self._settle(rid)
-        return agreed
+        return list(agreed[-1:])
 
     def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> Prefix:
         prefix = self._asked[rid] = self._prefixes.look_up(rid, transfers, self._asked.get(rid))
+        if prefix.grows:
+            self._growing[rid] = None
         return prefix
+
+    @timed("lookup", lambda: None)
+    def look_on(self) -> None:
+        """Go on with requests that were looked up in part, in the order in which they came, for what this step has
+        left."""
+        for rid in list(self._growing):
+            prefix = self._asked.get(rid)
+            if prefix is None or not prefix.grows:
+                del self._growing[rid]
+                continue
+            before = prefix.left
+            try:
+                there = self._prefixes.look_on(prefix)
+            except Exception:  # noqa: BLE001 - it starts with nothing
+                self.count_error("lookup")
+                there = False
+            if not there:
+                self._settle(rid)
+            elif prefix.left == before:
+                return
 
     def _progress(self, rid: str) -> Progress:
         known = self._asked.get(rid)
@@ -185,7 +213,7 @@ class KVTierLinker(UnifiedCacheLinker):
             return Progress.COMPLETE
         return Progress.UNDER_WAY if time.monotonic() < known.lookup.deadline else Progress.EXPIRED
 
-    def _freeze(self, rid: str) -> list[int]:
+    def _freeze(self, rid: str) -> Sequence[int]:
         known = self._asked.get(rid)
         try:
             return self._prefixes.freeze(known) if known is not None else []
@@ -338,6 +366,11 @@ class KVTierLinker(UnifiedCacheLinker):
     def looked_up(self, rid: str) -> None:
         self._new.pop(rid, None)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether requests wait for nothing but the next step, in which they are looked up."""
+        return bool(self._new or self._growing)
+
     def waits(self, rid: str) -> bool:
         """Whether a page that would extend the request's prefix is on its way and its deadline has not passed; with
         several ranks, whether they have not yet agreed on it."""
@@ -437,8 +470,9 @@ class KVTierLinker(UnifiedCacheLinker):
             self._movers.drain()
 
     def _settle(self, rid: str, *, loaded: bool = False) -> None:
-        self._asked.pop(rid, None)
+        known = self._asked.pop(rid, None)
+        self._growing.pop(rid, None)
         try:
-            self._prefixes.settle(rid, loaded=loaded)
+            self._prefixes.settle(rid, loaded=loaded, pages=0 if known is None else len(known.hashes))
         except Exception:  # noqa: BLE001 - called from hooks on the scheduler's thread
             self.count_error("settling a request")

@@ -91,6 +91,7 @@ class Movers:
 
     def __init__(self, store: TieredStore, stored: Sequence[Stored], config: Config) -> None:
         """stored: the KV pool first."""
+        self._store = store
         self._pools = {s.pool.name: s.pool for s in stored}
         self._movers = {
             s.pool.name: PageMover(
@@ -116,13 +117,16 @@ class Movers:
     def _offload(self, transfer: Any, events: Sequence[Any], check: Callable[[], None]) -> Ticket[OffloadResult]:
         pool = self._pools[str(transfer.name)]
         ids = np.zeros(len(transfer.keys), dtype=np.int64)
+        hashes = [b""] * len(transfer.keys)
 
         def ready() -> None:
             check()
+            self._store.wait_counted()
+            hashes[:] = page_hashes(transfer.keys)
             wait_for(events)
             ids[:] = pool.page_ids(transfer.device_indices, len(transfer.keys))
 
-        return self._movers[pool.name].offload(pool.hot, page_hashes(transfer.keys), ids, ready=ready)
+        return self._movers[pool.name].offload(pool.hot, hashes, ids, ready=ready)
 
     def onboard(self, part: Part, events: Sequence[Any], on_layer: Callable[[int], None]) -> Ticket[OnboardResult]:
         """Queue the load of `part`; pools are not written before `events`, since the work of an earlier batch may still

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -72,11 +73,15 @@ class Minimum:
         self._values = values
         self._work = work
 
-    def result(self) -> list[Any]:
+    def values(self) -> npt.NDArray[Any]:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        found: list[Any] = self._values.tolist()
+        found: npt.NDArray[Any] = self._values.numpy()
+        return found
+
+    def result(self) -> list[Any]:
+        found: list[Any] = self.values().tolist()
         return found
 
 
