@@ -3,9 +3,9 @@
 A linker is only asked for what is there at the moment of admission. So requests are looked up when they are queued, and
 one whose next page is being promoted is left out of the batches until the page is there or the deadline
 (`promote_deadline`) has passed: before the batch is built, so that it is not matched at every step, and once more where
-it would be added. First lookups are spread over scheduling steps when many requests arrive at once. With several ranks
-everything here is done by all of them in the same order, since lookups are collective. All functions run on the
-scheduler's thread and never raise.
+it would be added. First lookups are spread over scheduling steps (`steps`): those of many requests, and the pages of a
+long one, which waits meanwhile as for a promotion. With several ranks everything here is done by all of them in the
+same order, since SGLang's lookups are collective. All functions run on the scheduler's thread and never raise.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from kvtier.connectors.sglang import steps
 from kvtier.connectors.sglang.hooks import changes_weights
-from kvtier.connectors.sglang.steps import FIRST_PAGES, NEW_PAGES, REQUEST_PAGES
 
 if TYPE_CHECKING:
     from kvtier.connectors.sglang.linker import KVTierLinker
@@ -145,12 +145,12 @@ def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[in
 def _look_up_new(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> None:
     """The first lookups of requests in the order of the queue, as many as fit into a step. SGLang's part of them is
     collective: here nothing may depend on what this rank has found."""
-    left = NEW_PAGES
+    left = steps.STEP_PAGES // 2  # what they leave is for those that were looked up in part
     for req in queue if linker.has_new() else ():
         if not linker.is_new(req.rid):
             continue
         pages = (len(req.origin_input_ids) + len(req.output_ids)) // linker.page_tokens
-        left -= REQUEST_PAGES + min(pages, FIRST_PAGES)
+        left -= steps.REQUEST_PAGES + min(pages, steps.FIRST_PAGES)
         if left < 0:
             return
         linker.looked_up(req.rid)

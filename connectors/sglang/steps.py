@@ -6,9 +6,7 @@ In pages and not in time, because several ranks must do the same.
 from __future__ import annotations
 
 STEP_PAGES = 512
-"""Pages that are looked up for the first time in one step: a third of a millisecond."""
-NEW_PAGES = STEP_PAGES // 2
-"""Of these, for requests that were not looked up before; what they leave is for those that were in part."""
+"""Pages that are looked up for the first time in one step, at most half of them of new requests: half a millisecond."""
 FIRST_PAGES = 64
 """Of one new request: most have no more, and where nothing is found the rest need not be looked up."""
 REQUEST_PAGES = 20

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,29 @@ def test_ranks_that_lose_pages_at_random_decide_alike(tiny: Path, tmp_path: Path
     answers = run_ranks(chaos, tmp_path, tiny, tp=shape[0], pp=shape[1])
     assert all(answer == answers[0] for answer in answers)
     assert len(answers[0]) > 30 and any(restored for _, _, restored in answers[0])
+
+
+def in_pieces(script: Any, rank: Rank) -> Any:
+    """`script` where a step looks up so few pages that every request is looked up in several."""
+    from kvtier.connectors.sglang import steps
+
+    steps.STEP_PAGES, steps.FIRST_PAGES, steps.REQUEST_PAGES, steps.COUNTED_PAGES = 8, 3, 1, 0
+    return script(rank)
+
+
+def test_ranks_that_look_tails_up_in_pieces_decide_alike(tiny: Path, tmp_path: Path) -> None:
+    answers = run_ranks(partial(in_pieces, chaos), tmp_path, tiny, tp=2)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 30 and any(restored for _, _, restored in answers[0])
+
+
+def test_stages_that_look_tails_up_in_pieces_decide_alike(tiny: Path, tmp_path: Path) -> None:
+    """And one has lost pages, in every way."""
+    answers = run_ranks(partial(in_pieces, lose_pages), tmp_path, tiny, pp=2)
+    assert answers[0] == answers[1]
+    results, failed, _ = answers[0]
+    assert results["whole"] == results["after"] == (0, PAGES * PAGE) and results["deleted"] == (0, 5 * PAGE)
+    assert failed == ["rotten", "no hold"], (results, failed)
 
 
 def shared_block(folder: Path) -> dict[str, Any]:
