@@ -82,6 +82,7 @@ def torture(
     """Run every check `trials` times, then all of them in turn until `seconds` have passed. A check that failed or
     cannot be run is not run again. folder: an empty one; left empty. progress: called before and after each trial."""
     lines = [Line(check) for check in checks]
+    folder = folder.absolute()  # a disk of its own is mounted below it, and is named by its whole path
     until = time.monotonic() + seconds
     while True:
         going = [line for line in lines if line.outcome is Outcome.PASSED]
