@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,14 +17,14 @@ import numpy.typing as npt
 from kvtier.abc.codec import FINER, Codec
 from kvtier.abc.tier import PageMeta, PutStatus, Slot
 from kvtier.codecs import registry
-from kvtier.errors import ClosedError, CodecError, ConfigError, SpecError
+from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.hot import HotPool
-from kvtier.kernels import _native
 from kvtier.keys import CodecPolicy, Namespace, seed_of
-from kvtier.ledger import Direction, MissReason, OffloadOutcome
-from kvtier.lookup import Lookup, Pin
+from kvtier.ledger import Direction, OffloadOutcome
+from kvtier.lookup import Lookup
 from kvtier.quality import QualityGuard
-from kvtier.spec import LEVEL_MAX, BufferSpec, ColdLayout, PageSpec, levels_bytes
+from kvtier.reader import PageReader
+from kvtier.spec import ColdLayout, PageSpec
 from kvtier.store import TieredStore
 from kvtier.tickets import OffloadResult, OnboardResult, Ticket
 from kvtier.workers import WorkerPool
@@ -36,6 +37,22 @@ _OUTCOME_OF = {
     PutStatus.FULL: OffloadOutcome.FULL,
     PutStatus.TOO_LARGE: OffloadOutcome.TOO_LARGE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The pages of one offload; what is done with some of them names them by their index here."""
+
+    pool: HotPool
+    keys: Sequence[bytes]
+    origins: Sequence[bytes]
+    ids: npt.NDArray[np.int64]
+    valid: npt.NDArray[np.int32]
+    give_up: float
+
+    def wait_s(self) -> float:
+        """How long may still be waited for room."""
+        return max(0.0, self.give_up - time.monotonic())
 
 
 class PageMover:
@@ -78,6 +95,7 @@ class PageMover:
         if codec.quality_budget is not None:
             self._guard = QualityGuard(layout, codec.quality_budget, store.ledger.precision_switched)
         self._ledger = store.ledger
+        self._reader = PageReader(spec, self.layout, store.host, self._ledger)
         self._offload_wait_s = offload_wait_s
         self._priority = priority
         self._beside = beside
@@ -142,11 +160,10 @@ class PageMover:
             below = self.store.known_below(keys)
             fresh = [i for i, known in enumerate(below) if not known]
             outcomes[OffloadOutcome.EXISTS] += len(keys) - len(fresh)
-            give_up = time.monotonic() + self._offload_wait_s
+            given = _Given(pool, keys, page_hashes, ids, valid, time.monotonic() + self._offload_wait_s)
+            encode = self._encode_varying if self._codec.varies else self._encode
             for at in range(0, len(fresh), _BATCH_PAGES):
-                encode = self._encode_varying if self._codec.varies else self._encode
-                batch = fresh[at : at + _BATCH_PAGES]
-                outcomes += encode(self._codec, pool, keys, page_hashes, ids, valid, batch, give_up)
+                outcomes += encode(self._codec, given, fresh[at : at + _BATCH_PAGES])
         except ClosedError:
             outcomes[OffloadOutcome.CLOSED] += len(page_hashes) - outcomes.total()
         except Exception as error:  # noqa: BLE001 - counted below; the engine keeps serving
@@ -156,30 +173,21 @@ class PageMover:
             self._finish_offload(ticket, +outcomes)
 
     def _encode(
-        self,
-        codec: Codec,
-        pool: HotPool,
-        keys: Sequence[bytes],
-        origins: Sequence[bytes],
-        ids: npt.NDArray[np.int64],
-        valid: npt.NDArray[np.int32],
-        pages: list[int],
-        give_up: float,
-        stored: OffloadOutcome = OffloadOutcome.STORED,
+        self, codec: Codec, given: _Given, pages: list[int], stored: OffloadOutcome = OffloadOutcome.STORED
     ) -> Counter[OffloadOutcome]:
         levels = self._guard.levels if self._guard is not None and codec is self._codec else ()
         layout = self.layout(codec, levels)
         outcomes: Counter[OffloadOutcome] = Counter()
         while pages:
-            wait_s = max(0.0, give_up - time.monotonic())
-            answers = self.store.reserve([keys[i] for i in pages], [layout.cold_page_bytes] * len(pages), wait_s)
+            nbytes = [layout.cold_page_bytes] * len(pages)
+            answers = self.store.reserve([given.keys[i] for i in pages], nbytes, given.wait_s())
             slots = {i: a for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)}
-            refused = self._fill(codec, layout, pool, keys, origins, ids, valid, slots)
+            refused = self._fill(codec, layout, given, slots)
             outcomes[stored] += len(slots) - sum(len(group) for group in refused.values())
             for why, group in refused.items():
                 if group and why is OffloadOutcome.STORED_RAW:
-                    self._tell_refused(codec, origins[group[0]])
-                outcomes += self._encode(self._raw, pool, keys, origins, ids, valid, group, give_up, why)
+                    self._tell_refused(codec, given.origins[group[0]])
+                outcomes += self._encode(self._raw, given, group, why)
             again = []
             for i, answer in zip(pages, answers, strict=True):
                 if answer is PutStatus.FULL and slots:
@@ -202,41 +210,30 @@ class PageMover:
             )
 
     def _fill(
-        self,
-        codec: Codec,
-        layout: ColdLayout,
-        pool: HotPool,
-        keys: Sequence[bytes],
-        origins: Sequence[bytes],
-        ids: npt.NDArray[np.int64],
-        valid: npt.NDArray[np.int32],
-        slots: dict[int, Slot],
+        self, codec: Codec, layout: ColdLayout, given: _Given, slots: dict[int, Slot]
     ) -> dict[OffloadOutcome, list[int]]:
         """Encode pages into their slots and commit them; returns the pages that the codec refused, by what they count
         as once they are stored raw."""
         if not slots:
             return {}
-        pages = list(slots)
+        pages, keys = list(slots), given.keys
         committed = False
         try:
+            ids, valid = given.ids[pages], given.valid[pages]
             start = time.perf_counter()
             arena, offsets = self.store.host.arena, np.array([slots[i].offset for i in pages], dtype=np.int64)
             seeds = np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64)
-            result = codec.encode(layout, pool, ids[pages], valid[pages], arena, offsets, seeds)
+            result = codec.encode(layout, given.pool, ids, valid, arena, offsets, seeds)
             self._ledger.time_codec("encode", time.perf_counter() - start)
             error = result.relative_error
             # Only a page that could be encoded has an error. Those over their budget are what the guard is to see.
             lost = result.refused if error is None else result.refused & ~np.isfinite(error)
-            self._measure_some(codec, layout, pool, ids[pages], valid[pages], offsets, lost)
+            self._measure_some(codec, layout, given.pool, ids, valid, offsets, lost)
             refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
             good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
             sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
             form = codec.form | FINER if layout.levels else codec.form
-            nbytes = layout.cold_page_bytes
-            metas = [
-                PageMeta(nbytes, form, int(valid[i]), sums[i], self._fingerprint, origins[i], self._priority)
-                for i in good
-            ]
+            metas = [self._meta(given, i, layout.cold_page_bytes, form, sums[i]) for i in good]
             if refused:
                 self.store.abort([keys[i] for i in refused], [slots[i] for i in refused])
             committed = True
@@ -277,38 +274,32 @@ class PageMover:
                     if self._guard is not None:
                         self._guard.observe(layout.levels, n, (lost / whole) ** 0.5)
 
-    def _encode_varying(
-        self,
-        codec: Codec,
-        pool: HotPool,
-        keys: Sequence[bytes],
-        origins: Sequence[bytes],
-        ids: npt.NDArray[np.int64],
-        valid: npt.NDArray[np.int32],
-        pages: list[int],
-        give_up: float,
-    ) -> Counter[OffloadOutcome]:
+    def _encode_varying(self, codec: Codec, given: _Given, pages: list[int]) -> Counter[OffloadOutcome]:
         """As `_encode`, for a form whose pages vary in size: a slot is reserved once the size is known."""
         layout = self.layout(codec)
         outcomes: Counter[OffloadOutcome] = Counter()
         scratch, start_at = np.empty(layout.cold_page_bytes, np.uint8), np.zeros(1, np.int64)
         for i in pages:
-            start = time.perf_counter()
-            seed = np.array([seed_of(keys[i])], dtype=np.uint64)
-            result = codec.encode(layout, pool, ids[i : i + 1], valid[i : i + 1], scratch, start_at, seed)
+            start, key = time.perf_counter(), given.keys[i]
+            ids, valid = given.ids[i : i + 1], given.valid[i : i + 1]
+            seed = np.array([seed_of(key)], dtype=np.uint64)
+            result = codec.encode(layout, given.pool, ids, valid, scratch, start_at, seed)
             self._ledger.time_codec("encode", time.perf_counter() - start)
             nbytes = layout.cold_page_bytes if result.nbytes is None else int(result.nbytes[0])
-            checksum = result.checksums[0].tobytes()
-            meta = PageMeta(nbytes, codec.form, int(valid[i]), checksum, self._fingerprint, origins[i], self._priority)
-            answer = self.store.reserve([keys[i]], [nbytes], max(0.0, give_up - time.monotonic()))[0]
+            meta = self._meta(given, i, nbytes, codec.form, result.checksums[0].tobytes())
+            answer = self.store.reserve([key], [nbytes], given.wait_s())[0]
             if isinstance(answer, PutStatus):
                 outcomes[_OUTCOME_OF[answer]] += 1
                 continue
             self.store.host.arena[answer.offset : answer.offset + nbytes] = scratch[:nbytes]
-            self.store.commit([keys[i]], [answer], [meta])
+            self.store.commit([key], [answer], [meta])
             self._count_moved(Direction.OFFLOAD, [meta])
             outcomes[OffloadOutcome.STORED] += 1
         return outcomes
+
+    def _meta(self, given: _Given, i: int, nbytes: int, form: int, checksum: bytes) -> PageMeta:
+        valid = int(given.valid[i])
+        return PageMeta(nbytes, form, valid, checksum, self._fingerprint, given.origins[i], self._priority)
 
     def _finish_offload(self, ticket: Ticket[OffloadResult], outcomes: Counter[OffloadOutcome]) -> None:
         self._ledger.offloaded(outcomes)
@@ -359,16 +350,18 @@ class PageMover:
             if ready is not None:
                 ready()
             pins = self.store.host.pinned_many(held)
-            bad = self._find_bad(keys, pins)
+            bad = self._reader.find_bad(keys, pins)
             if bad:
                 for i, reason in bad.items():
                     self.store.fail(lookup, keys[i], reason)
                 # What lies below is the same page: it would come up, and fail, again and again.
-                self.store.delete([keys[i] for i in bad if not self._readable(*pins[i])])
+                self.store.delete([keys[i] for i in bad if not self._reader.readable(*pins[i])])
                 self._ledger.load_failed()
                 result = OnboardResult(tuple(pages[i] for i in bad), "stored pages do not match their checksums")
                 return
-            self._decode(pins, pool, np.asarray(page_ids, dtype=np.int64), on_layer)
+            seconds = self._reader.decode(pins, pool, np.asarray(page_ids, dtype=np.int64), on_layer)
+            if not self._beside:
+                self.store.break_even.decoded(len(pins), seconds)
             self._count_moved(Direction.ONBOARD, [meta for _, meta in pins])
             result = OnboardResult(())
         except ClosedError:
@@ -380,85 +373,6 @@ class PageMover:
         finally:
             lookup.load_s += time.monotonic() - ticket.began_s
             ticket.finish(result)
-
-    def _find_bad(self, keys: Sequence[bytes], pins: list[Pin]) -> dict[int, MissReason]:
-        """Pages that must not be decoded, by their place in `pins`, and why."""
-        start = time.perf_counter()
-        good = _native.verify_pages(
-            self.store.host.arena,
-            np.array([slot.offset for slot, _ in pins], dtype=np.int64),
-            np.array([meta.nbytes for _, meta in pins], dtype=np.int64),
-            np.array([seed_of(key) for key in keys], dtype=np.uint64),
-            np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
-        )
-        self._ledger.time_codec("verify", time.perf_counter() - start)
-        bad: dict[int, MissReason] = {}
-        for i, (ok, (slot, meta)) in enumerate(zip(good.tolist(), pins, strict=True)):
-            if not ok or meta.spec != self._fingerprint:
-                bad[i] = MissReason.CORRUPT
-            elif not self._readable(slot, meta):
-                _log.warning("a stored page of form %d is not one that this version reads: it is dropped", meta.form)
-                bad[i] = MissReason.CORRUPT
-            elif self._lacks_bytes(slot, meta):
-                bad[i] = MissReason.PARTIAL
-        return bad
-
-    def _readable(self, slot: Slot, meta: PageMeta) -> bool:
-        """Whether this version knows the form of a page, and the levels of one that has some."""
-        try:
-            registry.codec_for_form(meta.form)
-            self._levels_of(slot, meta)
-        except (ConfigError, CodecError):
-            return False  # told by the caller
-        return True
-
-    def _lacks_bytes(self, slot: Slot, meta: PageMeta) -> bool:
-        """Whether a record, whose bytes are as they were written, ends before its last buffer does."""
-        codec = registry.codec_for_form(meta.form)
-        if meta.form & FINER and meta.nbytes < levels_bytes(self.spec):
-            return True
-        return not codec.varies and meta.nbytes < self.layout(codec, self._levels_of(slot, meta)).cold_page_bytes
-
-    def _decode(
-        self, pins: list[Pin], pool: HotPool, ids: npt.NDArray[np.int64], on_layer: Callable[[int], None] | None
-    ) -> None:
-        groups = []
-        by_form: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for i, (slot, meta) in enumerate(pins):
-            by_form.setdefault((meta.form, self._levels_of(slot, meta)), []).append(i)
-        for (form, levels), members in sorted(by_form.items()):
-            codec = registry.codec_for_form(form)
-            groups.append(
-                (
-                    codec,
-                    self.layout(codec, levels),
-                    ids[members],
-                    np.array([pins[i][1].valid_tokens for i in members], dtype=np.int32),
-                    np.array([pins[i][0].offset for i in members], dtype=np.int64),
-                )
-            )
-        start = time.perf_counter()
-        whole = [range(len(self.spec.buffers))]
-        for number, buffers in enumerate(_buffers_by_layer(self.spec.buffers) if on_layer is not None else whole):
-            for codec, layout, page_ids, valid, offsets in groups:
-                codec.decode(layout, pool, page_ids, valid, self.store.host.arena, offsets, buffers)
-            if on_layer is not None:
-                on_layer(number)
-        seconds = time.perf_counter() - start
-        self._ledger.time_codec("decode", seconds)
-        if not self._beside:
-            self.store.break_even.decoded(len(pins), seconds)
-
-    def _levels_of(self, slot: Slot, meta: PageMeta) -> tuple[int, ...]:
-        """How much finer the buffers of a verified page are stored than its form says."""
-        if not meta.form & FINER or meta.nbytes < levels_bytes(self.spec):
-            return ()
-        end = slot.offset + meta.nbytes
-        start = end - levels_bytes(self.spec)
-        levels = tuple(self.store.host.arena[start : start + len(self.spec.buffers)].tolist())
-        if max(levels) > LEVEL_MAX:
-            raise CodecError(f"levels {levels}: the bytes are not those of a page of form {meta.form}")
-        return levels
 
     # -- house-keeping -----------------------------------------------------------------------------------------------
 
@@ -489,14 +403,3 @@ class PageMover:
 def policy_of(codec: Codec) -> CodecPolicy:
     """The codec's part of a namespace."""
     return CodecPolicy(codec.id, codec.version, codec.config)
-
-
-def _buffers_by_layer(buffers: Sequence[BufferSpec]) -> list[range]:
-    """Index ranges of the buffers of each layer, in order."""
-    ranges: list[range] = []
-    start = 0
-    for i in range(1, len(buffers) + 1):
-        if i == len(buffers) or buffers[i].layer != buffers[start].layer:
-            ranges.append(range(start, i))
-            start = i
-    return ranges

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.abc.codec import FINER
 from kvtier.build import open_codec, open_store
 from kvtier.config import parse_config
 from kvtier.hot import HotLayout, HotPool
@@ -87,7 +86,7 @@ def restore(mover: PageMover, hashes: list[bytes]) -> list[Bits]:
 def stored_levels(mover: PageMover, hashes: list[bytes]) -> set[tuple[int, ...]]:
     lookup = mover.store.lookup("levels", mover.namespace.page_keys(hashes))
     assert mover.store.wait(lookup) == len(hashes)
-    found = {mover._levels_of(*pin) if pin[1].form & FINER else () for pin in lookup.slots_of(range(len(hashes)))}
+    found = {mover._reader.levels_of(*pin) for pin in lookup.slots_of(range(len(hashes)))}
     mover.store.settle("levels")
     return found
 

@@ -28,9 +28,11 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         from kvtier.mover import PageMover
+        from kvtier.reader import PageReader
 
+        owner = PageReader if method == "decode" else PageMover
         self.inside, self.begun = 0, threading.Event()
-        self.go, self.lock, real = threading.Event(), threading.Lock(), getattr(PageMover, method)
+        self.go, self.lock, real = threading.Event(), threading.Lock(), getattr(owner, method)
 
         def held_up(*args: Any, **kwargs: Any) -> Any:
             with self.lock:
@@ -43,10 +45,10 @@ class Slow:
                 with self.lock:
                     self.inside -= 1
 
-        monkeypatch.setattr(PageMover, method, held_up)
+        monkeypatch.setattr(owner, method, held_up)
 
 
-@pytest.mark.parametrize(("method", "kind"), [("_fill", "store"), ("_decode", "load")])
+@pytest.mark.parametrize(("method", "kind"), [("_fill", "store"), ("decode", "load")])
 def test_close_waits_for_what_has_begun_and_drops_what_has_not(
     drive: Any, monkeypatch: pytest.MonkeyPatch, method: str, kind: str
 ) -> None:
@@ -118,7 +120,7 @@ def test_a_part_that_cannot_start_leaves_the_others_to_end_first(drive: Any, mon
     driver.store(keys(2), written)
     driver.lookup(keys(1))
     driver.lookup(keys(1, base=1))  # another lookup: the load has two parts
-    slow = Slow(monkeypatch, "_decode")
+    slow = Slow(monkeypatch, "decode")
     real, calls = PageMover.onboard, iter(range(100))
 
     def second_fails(*args: Any, **kwargs: Any) -> Any:

@@ -54,16 +54,18 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeEvent]]:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Log calls of the mover's `_encode` or `_decode`."""
+    """Log calls of the mover's `_encode` or its reader's `decode`."""
     from kvtier.mover import PageMover
+    from kvtier.reader import PageReader
 
-    real = getattr(PageMover, name)
+    owner = PageReader if name == "decode" else PageMover
+    real = getattr(owner, name)
 
-    def logged(self: PageMover, *args: Any) -> Any:
+    def logged(*args: Any) -> Any:
         FakeEvent.log.append(name)
-        return real(self, *args)
+        return real(*args)
 
-    monkeypatch.setattr(PageMover, name, logged)
+    monkeypatch.setattr(owner, name, logged)
 
 
 @pytest.mark.parametrize(("kind", "page"), [("mla", 16), ("mamba", 1), ("swa", 16)])
@@ -110,7 +112,7 @@ def test_pages_are_written_after_the_forward_that_may_still_use_them(
     from .pool_engines import equal
 
     engine = start_pools(tiny, config(), kind, page=page)
-    noted(monkeypatch, "_decode")
+    noted(monkeypatch, "decode")
     tokens = tokens_of(page)
     letting = threading.Thread(target=let_all, args=(streams,), daemon=True)
     letting.start()
@@ -123,12 +125,12 @@ def test_pages_are_written_after_the_forward_that_may_still_use_them(
     pending = [e for e in streams.made if not e.reached.is_set()]
     assert [e.stream for e in pending] == [None, "forward"]
     places = engine.places_of(restored)
-    assert "_decode" not in streams.log
+    assert "decode" not in streams.log
     engine.fill(places, seed=9)  # what the old forward still writes
     for event in pending:
         event.reached.set()
     assert equal(engine.forward(restored), computed) and engine.finish(restored)
-    before = streams.log[: streams.log.index("_decode")]
+    before = streams.log[: streams.log.index("decode")]
     assert before[:2] == ["record current", "record forward"]
     assert {"reached current", "reached forward"} <= set(before)
 
