@@ -246,15 +246,26 @@ def _small_disk(trial: Trial) -> Iterator[Path | None]:
     """A file system of 8 MiB of its own, or None where none can be mounted."""
     disk = trial.folder / "disk"
     disk.mkdir()
+    trial.outside.append(lambda: _unmount(disk))
     mount = shutil.which("mount")
     command = [mount or "", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+    if mount is None or os.geteuid() != 0 or _done(command):
         yield None
         return
     try:
         yield disk
     finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+        _unmount(disk)
+
+
+def _unmount(disk: Path) -> None:
+    if disk.is_mount() and _done(["umount", "--lazy", str(disk)]) and disk.is_mount():
+        raise OSError(f"{disk} cannot be unmounted")
+
+
+def _done(command: list[str]) -> int:
+    """Its exit status. In a session of its own: a Ctrl-C must not end it half way."""
+    return subprocess.run(command, capture_output=True, check=False, start_new_session=True).returncode
 
 
 def _fill(disk: Path) -> Path:

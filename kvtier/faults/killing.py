@@ -50,6 +50,7 @@ def run_and_kill(trial: Trial, names: list[str], capacity_bytes: int, start: int
         [sys.executable, "-m", "kvtier.faults.writer", *arguments, *(str(trial.folder / name) for name in names)],
         stdout=subprocess.PIPE,
     )
+    trial.outside.append(child.kill)
     out = child.stdout
     if out is None:
         raise PromiseError("the writer has no output")

@@ -46,7 +46,7 @@ def _must_fail(trial: Trial, kind: type[NvmeTier], check: Any, complaint: str) -
         folder = trial.folder / f"{kind.__name__}{n}"
         folder.mkdir()
         try:
-            check(Trial(folder, trial.rng, number=0, opens=opens))
+            check(Trial(folder, trial.rng, number=0, opens=opens, outside=trial.outside))
         except PromiseError as broken:
             if complaint not in str(broken):
                 raise PromiseError(f"{kind.__name__} failed for another reason: {broken}") from broken

@@ -23,6 +23,7 @@ def freeze_and_kill_redis(trial: Trial) -> None:
     if find_server() is None:
         raise UnavailableError("neither redis-server nor valkey-server is installed")
     server = RedisServer(trial.folder / "server")
+    trial.outside.append(server.stop)
     try:
         tier = _tier(server.url)
         try:

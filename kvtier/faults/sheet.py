@@ -19,6 +19,8 @@ from kvtier.faults.trial import PromiseError, Trial, UnavailableError
 
 TRIAL_LIMIT_S = 180.0
 """A trial that has not ended by then hangs, and failed."""
+_BREAK_OFF_S = 10.0
+"""How long a trial that is broken off may take to notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def torture(
     progress: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
     """Run every check `trials` times, then all of them in turn until `seconds` have passed. A check that failed or
-    cannot be run is not run again. folder: an empty one; left empty. progress: called before and after each trial."""
+    cannot be run is not run again. folder: an empty one; left empty, also where a KeyboardInterrupt breaks it off.
+    progress: called before and after each trial."""
     lines = [Line(check) for check in checks]
     folder = folder.absolute()  # a disk of its own is mounted below it, and is named by its whole path
     until = time.monotonic() + seconds
@@ -115,12 +118,21 @@ def _run(line: Line, folder: Path, seed: int) -> None:
 
     started = time.monotonic()
     thread = threading.Thread(target=run, name=f"kvtier-torture-{line.check.name}", daemon=True)
-    thread.start()
-    thread.join(TRIAL_LIMIT_S)
+    try:
+        thread.start()
+        thread.join(TRIAL_LIMIT_S)
+    except KeyboardInterrupt:
+        trial.end_outside()
+        if thread.ident is not None:
+            thread.join(_BREAK_OFF_S)
+        trial.end_outside()  # what it began meanwhile
+        shutil.rmtree(place, ignore_errors=True)
+        raise
     line.seconds += time.monotonic() - started
     line.trials += 1
     line.seen.update(trial.seen)
     if thread.is_alive():
+        trial.end_outside()
         outcome.append((Outcome.FAILED, f"trial {trial.number} has not ended after {TRIAL_LIMIT_S:.0f} s"))
     if outcome:
         line.outcome, line.detail = outcome[0]

@@ -30,13 +30,20 @@ class UnavailableError(Exception):
 @dataclass(slots=True)
 class Trial:
     """folder: empty, for this trial alone. rng: where all chance comes from. number: of trials of this check before
-    this one. opens: makes the tier that is put to the test. seen: what happened, by name."""
+    this one. opens: makes the tier that is put to the test. seen: what happened, by name. outside: ends what the
+    trial has outside its folder, servers, mounts, processes; each call may be made again, and from another thread."""
 
     folder: Path
     rng: random.Random
     number: int = 0
     opens: Callable[..., LocalTier] = open_nvme
     seen: Counter[str] = field(default_factory=Counter)
+    outside: list[Callable[[], object]] = field(default_factory=list)
+
+    def end_outside(self) -> None:
+        """Where the trial is broken off, or hangs: what it has outside its folder, the latest first."""
+        for end in reversed(list(self.outside)):
+            end()
 
     def open(self, names: Sequence[str], capacity_bytes: int, **options: object) -> LocalTier:
         """The tier over the folders of these names."""

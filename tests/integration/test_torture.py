@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,13 +99,36 @@ def test_a_failed_check_is_told_and_not_run_again(tmp_path: Path) -> None:
 
 
 def test_a_check_that_hangs_is_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     go_on = threading.Event()
     monkeypatch.setattr(sheet, "TRIAL_LIMIT_S", 0.1)
     (line,) = torture(tmp_path, 0, 1, checks=[Check("hangs", "", lambda trial: expect(go_on.wait(60), ""))])
     go_on.set()
     assert line.outcome is Outcome.FAILED and "has not ended" in line.detail
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_trial_that_is_broken_off_leaves_nothing(
+    told: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its files, nor what it has outside its folder."""
+    main, ended, left = threading.main_thread().ident, threading.Event(), []
+
+    def waits(trial: Trial) -> None:
+        (trial.folder / "page").write_bytes(b"bytes")
+        trial.outside.append(ended.set)
+        assert main is not None
+        signal.pthread_kill(main, told)
+        left.append(ended.wait(60))
+
+    monkeypatch.setattr(sheet, "CHECKS", [Check("waits", "", waits)])
+    # A shell without a terminal starts what is in its background with this one ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = CliRunner().invoke(app, ["torture", "--folder", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130 and left == [True], result
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_seed_does_the_same(tmp_path: Path) -> None:
