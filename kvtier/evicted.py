@@ -15,10 +15,8 @@ class Evicted:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._when_s: dict[bytes, float] = {}  # of the monotonic clock; the latest are at the end
-
-    @property
-    def any(self) -> bool:
-        return bool(self._when_s)
+        self.any = False
+        """Whether there are some."""
 
     def __contains__(self, key: object) -> bool:
         return key in self._when_s
@@ -35,6 +33,7 @@ class Evicted:
             for key in keys:
                 self._when_s.pop(key, None)
                 self._when_s[key] = now
+            self.any = bool(self._when_s)
             while len(self._when_s) > _REMEMBERED:
                 del self._when_s[next(iter(self._when_s))]
 
@@ -43,6 +42,7 @@ class Evicted:
         with self._lock:
             for key in keys:
                 self._when_s.pop(key, None)
+            self.any = bool(self._when_s)
 
     def ages_s(self, keys: Sequence[bytes]) -> list[float]:
         """How long ago each page left; 0 of those that were forgotten."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtier.abc.tier import PageMeta
 from kvtier.kernels import _native
 from kvtier.kernels.ghosts.reference import BUCKETS, bucket_starts
 
@@ -107,10 +108,10 @@ class Ghosts(Collector):
         with self._lock:
             self._stack.stored(joined, sizes)
 
-    def stored_one(self, key: bytes, nbytes: int) -> None:
+    def stored_one(self, key: bytes, meta: PageMeta) -> None:
         """As `stored`, of one page."""
         with self._lock:
-            self._stack.stored_one(key, nbytes)
+            self._stack.stored_one(key, meta.nbytes)
 
     def dropped(self, keys: Sequence[bytes]) -> None:
         """Pages that were deleted, not evicted."""

@@ -133,6 +133,8 @@ class Watch(Observer):
             capacities = {name: usage().capacity_bytes for name, usage in usages.items()}
             self._ghosts = Ghosts(capacities, self._bits_per_value, exclusive=exclusive)
             ledger.registry.register(self._ghosts)
+            if not options.origins:
+                self.stored_one = self._ghosts.stored_one  # type: ignore[method-assign]  # the same, by one call
         self._spans: Spans | None = None
         if options.opentelemetry:
             from kvtier.telemetry import Spans
@@ -178,12 +180,6 @@ class Watch(Observer):
             self._ghosts.stored(keys, [meta.nbytes for meta in metas])
         if self._origins is not None:
             self._origins.stored([meta.origin for meta in metas], keys)
-
-    def stored_one(self, key: bytes, meta: PageMeta) -> None:
-        if self._ghosts is not None:
-            self._ghosts.stored_one(key, meta.nbytes)
-        if self._origins is not None:
-            self._origins.stored([meta.origin], [key])
 
     def arrived(self, tier: str, keys: Sequence[bytes], metas: Sequence[PageMeta]) -> None:
         if self._events is not None:

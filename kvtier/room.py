@@ -12,15 +12,17 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Room:
-    """make_evictable: asked to let pages become evictable, whenever there is no room; must not block."""
+    """make_evictable: asked to let pages become evictable, whenever there is no room; must not block. `waiting`: how
+    many wait for room. counts: whether `filling` is kept."""
 
-    def __init__(self, host: StagingTier, make_evictable: Callable[[], None]) -> None:
+    def __init__(self, host: StagingTier, make_evictable: Callable[[], None], *, counts: bool = True) -> None:
         self._host = host
         self._make_evictable = make_evictable
         self._lock = threading.Lock()  # entered as it is: a Condition's own __enter__ is Python
         self._changed = threading.Condition(self._lock)
-        self._waiting = 0
+        self.waiting = 0
         self._closed = False
+        self._counts = counts
         self.filling = 0
         """Slots reserved, and neither committed nor given back."""
 
@@ -46,43 +48,31 @@ class Room:
                 if not hope():
                     break
                 with self._lock:
-                    self._waiting += 1
+                    self.waiting += 1
                     try:
                         self._changed.wait(min(left, _LOOK_AGAIN_S))
                     finally:
-                        self._waiting -= 1
-        with self._lock:
-            self.filling += sum(isinstance(a, Slot) for a in answers)
-        return answers
-
-    def reserve_one(self, key: bytes, nbytes: int) -> Slot | PutStatus:
-        """As `reserve`, of one page and without waiting."""
-        answer = self._host.reserve_one(key, nbytes)
-        if answer.__class__ is Slot:
+                        self.waiting -= 1
+        if self._counts:
             with self._lock:
-                self.filling += 1
-        return answer
+                self.filling += sum(isinstance(a, Slot) for a in answers)
+        return answers
 
     def abort(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Give reserved slots back."""
         self._host.abort_many(keys, slots)
-        with self._lock:
-            self.filling -= len(slots)
-            if self._waiting:
-                self._changed.notify_all()
+        self._filled(len(slots))
+        self.freed()
 
     def filled(self, slots: Sequence[Slot]) -> None:
         """Let go of slots whose pages are committed."""
-        with self._lock:
-            self.filling -= len(slots)
+        self._filled(len(slots))
         self.unpin([slot.id for slot in slots])
 
-    def filled_one(self) -> None:
-        """A page is committed, and its slot let go of."""
-        with self._lock:
-            self.filling -= 1
-            if self._waiting:
-                self._changed.notify_all()
+    def _filled(self, slots: int) -> None:
+        if self._counts:
+            with self._lock:
+                self.filling -= slots
 
     def unpin(self, pins: Sequence[int]) -> None:
         if pins:
@@ -91,7 +81,7 @@ class Room:
 
     def freed(self) -> None:
         """Pages became evictable."""
-        if self._waiting:  # whoever begins to wait right now looks again soon
+        if self.waiting:  # whoever begins to wait right now looks again soon
             with self._lock:
                 self._changed.notify_all()
 

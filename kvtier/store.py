@@ -99,7 +99,7 @@ class TieredStore:
         self._below = Below(lower)
         self._protection = Protection(host, lower)
         self._closed = False
-        self._room = Room(host, self._make_evictable)
+        self._room = Room(host, self._make_evictable, counts=bool(lower))  # who promotes asks
         self._spillers = {
             tier.name: Spiller(
                 tier,
@@ -113,6 +113,7 @@ class TieredStore:
             )
             for i, tier in enumerate(lower)
         }
+        self._one_tier = not lower
         self._new_bits = sum(s.bit for s in self._spillers.values() if s.takes_new)
         self._used_bits = sum(s.bit for s in self._spillers.values() if s.takes_used)
         self.break_even = break_even if break_even is not None else BreakEven([t.name for t in lower])
@@ -197,16 +198,17 @@ class TieredStore:
 
     def reserve_one(self, key: bytes, nbytes: int, wait_s: float = 0.0) -> Slot | PutStatus:
         """As `reserve`, of one page."""
-        if self._closed:
-            self._check_open()
-        answer = self._room.reserve_one(key, nbytes)
-        return answer if answer.__class__ is Slot else self.reserve([key], [nbytes], wait_s)[0]
+        if self._one_tier and not self._closed:  # nobody asks then how many slots are being filled
+            answer = self.host.reserve_one(key, nbytes)
+            if answer is not PutStatus.FULL:
+                return answer
+        return self.reserve([key], [nbytes], wait_s)[0]
 
     def commit_over(self, key: bytes, slot: Slot, meta: PageMeta, replaces: bytes) -> bool:
         """As `commit`, of one page that takes the place of `replaces` (empty: of none). Whether that is deleted, too;
         `on_removed` does not hear of it then. Where it is not, because it may be in more tiers than the first, the
         caller deletes it (`replaced`)."""
-        if self._spillers or self._protection.any:
+        if not self._one_tier or self._protection.any:
             self.commit([key], [slot], [meta])
             return False
         try:
@@ -214,7 +216,8 @@ class TieredStore:
         except SpecError:
             self.abort([key], [slot])
             raise
-        self._room.filled_one()
+        if self._room.waiting:
+            self._room.freed()
         observer = self.observer
         observer.stored_one(key, meta)
         if observer.hears_moves:

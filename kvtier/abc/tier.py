@@ -230,6 +230,8 @@ class StagingTier(Tier):
 
     arena: npt.NDArray[np.uint8]
     """All of the tier's memory, one-dimensional, writable, for the codec and for lower tiers to read and write."""
+    memory: memoryview
+    """The same."""
 
     @abstractmethod
     def reserve_many(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[Slot | PutStatus]:

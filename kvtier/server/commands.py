@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from kvtier.server import connection_commands, resp, server_commands, value_commands
 from kvtier.server.auth import User
@@ -17,7 +16,7 @@ def execute(session: Session, args: list[Argument]) -> None:
     if not args:
         return
     # Values are in their places already; commands look at the names and numbers around them.
-    words = cast(list[bytes], args)
+    words: list[bytes] = args  # type: ignore[assignment]
     name = words[0].upper()
     stats = session.shared.stats
     spec = TABLE.get(name)

@@ -8,7 +8,6 @@ client's key and the expiry, so that the keys of a persistent tier are found aga
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 import struct
@@ -17,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
@@ -38,6 +38,7 @@ _SPEC = b"kvtier-server-1\0"
 _ORIGIN = struct.Struct("<BQ")
 _PREFIX = re.compile(rb"[^:/@|]{1,64}[:/@|]")
 _ROOM_WAIT_S = 2.0
+_DATABASE = tuple(bytes([n]) for n in range(DATABASES))
 _new = tuple.__new__
 
 
@@ -148,7 +149,9 @@ class Keyspace:
             return self._refuse(
                 "too_large", f"ERR the value has {nbytes} bytes, this server takes {self.max_value_bytes} (max_value)"
             )
-        name = _hash(database, key)
+        # Written out from here on, where functions would be shorter: this is done with every value, and receiving
+        # one pushes out of the processor's cache whatever the next one needs of the interpreter.
+        name = blake2b(_DATABASE[database] + key, digest_size=_HASH_BYTES).digest()
         if self._owner is not None and (owner := self._owner(key)) and (limit := self._quota(owner)):
             with self._lock:
                 old = self._entry(name)
@@ -160,7 +163,7 @@ class Keyspace:
         page = name + number.to_bytes(8, "big")
         slot = self.store.reserve_one(page, nbytes, _ROOM_WAIT_S)
         if isinstance(slot, Slot):
-            return Reservation(page, slot, self.store.host.view(slot))
+            return Reservation(page, slot, self.store.host.memory[slot[1] : slot[1] + nbytes])
         if slot is PutStatus.TOO_LARGE:
             return self._refuse("too_large", f"ERR the value has {nbytes} bytes: more than the host tier can hold")
         return self._refuse("full", "OOM command not allowed: every value in host memory is being read or written")
@@ -174,20 +177,24 @@ class Keyspace:
         """Publish a received value under the key it was reserved for; False where ``only_new`` forbids it (it is given
         back then)."""
         page, slot = reservation.page, reservation.slot
-        name, nbytes = page[:_HASH_BYTES], slot.nbytes
+        name, nbytes, owner = page[:_HASH_BYTES], slot[2], "" if self._owner is None else self._owner(key)
+        bucket = self._buckets[(name[0] << 8 | name[1]) % _BUCKETS]
         origin = _ORIGIN.pack(database, expires_ms) + key
         priority = 0 if self._priority is None else self._priority(key)
         # Named construction would be a call each.
         meta = _new(PageMeta, (nbytes, _FORM, 0, reservation.checksum, _SPEC, origin, priority))
-        entry = _new(Entry, (database, key, page, nbytes, expires_ms, "" if self._owner is None else self._owner(key)))
+        entry = _new(Entry, (database, key, page, nbytes, expires_ms, owner))
         with self._lock:
-            old = self._entry(name)
+            old = bucket.get(name)
             kept, gone = only_new and old is not None and not _is_over(old), False
             if not kept:
                 # Committed under the lock: of two writers of a key, the one that swaps last has the last word; and the
                 # news of an eviction right after it, which wants the lock too, finds the name to take away.
                 gone = self.store.commit_over(page, slot, meta, b"" if old is None else old.page)
-                self._set(name, entry, old)
+                if old is None or owner or expires_ms or old[4]:
+                    self._set(name, entry, old)
+                else:  # no count changes
+                    bucket[name] = entry
         if kept:
             self.abort(reservation)
             return False
@@ -422,7 +429,7 @@ def _printable(key: bytes) -> str:
 
 
 def _hash(database: int, key: bytes) -> bytes:
-    return hashlib.blake2b(bytes([database]) + key, digest_size=_HASH_BYTES).digest()
+    return blake2b(_DATABASE[database] + key, digest_size=_HASH_BYTES).digest()
 
 
 def _is_over(entry: Entry) -> bool:

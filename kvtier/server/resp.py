@@ -72,7 +72,8 @@ class Stream:
         self._fd = -1 if self._tls else connected.fileno()
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0
+        self.start = self.end = 0
+        """What was received and is not read yet lies in the buffer between these."""
         self.stranger = True
         """Not authenticated yet: only short commands are read."""
         self._timeout_s = timeout_s
@@ -85,9 +86,9 @@ class Stream:
     def buffered(self) -> bool:
         """Whether more of what the client sent is here already. Empty lines are nothing: nobody must wait for the
         reply to the command before them."""
-        while self._start < self._end and self._buffer[self._start] in b"\r\n":
-            self._start += 1
-        return self._start < self._end
+        while self.start < self.end and self._buffer[self.start] in b"\r\n":
+            self.start += 1
+        return self.start < self.end
 
     def shut_down(self) -> None:
         """Wake the thread that reads: to it, the client has gone. From any thread."""
@@ -103,11 +104,11 @@ class Stream:
         """The next command. Waits for it as long as it takes; raises Disconnected or ProtocolError."""
         stranger = self.stranger
         limits = _STRANGER_LIMITS if stranger else _LIMITS
-        if self._tls and self._start == self._end:
-            self._start, self._end = 0, self._receive(self._view, 0, patient=not stranger)
+        if self._tls and self.start == self.end:
+            self.start, self.end = 0, self._receive(self._view, 0, patient=not stranger)
         while True:
-            self._start, self._end, read, left, nbytes, failed = _native.read_command(
-                self._fd, self._buffer, self._start, self._end, *limits
+            self.start, self.end, read, left, nbytes, failed = _native.read_command(
+                self._fd, self._buffer, self.start, self.end, *limits
             )
             if not failed:
                 break
@@ -134,9 +135,9 @@ class Stream:
     def _read_head(self) -> int:
         """The line that begins an argument: its length."""
         most = _STRANGER_BULK_MAX if self.stranger else _VALUE_MAX
-        head = _BULK_HEAD.match(self._buffer, self._start, self._end)
+        head = _BULK_HEAD.match(self._buffer, self.start, self.end)
         if head is not None and (length := int(head[1])) <= most:  # the usual case: the line is here already
-            self._start = head.end()
+            self.start = head.end()
             return length
         line = self._read_line()
         if line[:1] != b"$":
@@ -147,7 +148,17 @@ class Stream:
         """An argument of `length` bytes, and the line end behind it."""
         placed = None if self.stranger else place(args, length)
         if placed is not None:
-            self._read_value(placed, length)
+            view = placed.view
+            if view is None or self._tls:
+                self._read_slowly(placed, length)
+                return placed
+            self.start, self.end, placed.checksum, failed = _native.read_value(
+                self._fd, self._buffer, self.start, self.end, view, placed.page
+            )
+            if failed == _native.NO_LINE_END:
+                raise ProtocolError("expected the end of the bulk")
+            if failed:
+                raise _lost(failed)
             return placed
         if length > _BULK_MAX:
             raise ProtocolError("invalid bulk length")
@@ -156,50 +167,42 @@ class Stream:
         self._end_bulk()
         return bytes(data)
 
-    def _read_value(self, place: Place, length: int) -> None:
-        view = place.view
+    def _read_slowly(self, place: Place, length: int) -> None:
+        """A value that comes over TLS or is thrown away."""
+        view, at = place.view, 0
         if view is None:
             self._skip(length)
-            self._end_bulk()
-        elif self._tls:
-            check, at = _native.Xxh3(seed_of(place.page)), 0
+        else:
+            check = _native.Xxh3(seed_of(place.page))
             while at < length:
                 piece = view[at : at + _PIECE_BYTES]
                 self._read_into(piece)
                 check.update(piece)
                 at += len(piece)
             place.checksum = check.digest()
-            self._end_bulk()
-        else:
-            self._start, self._end, place.checksum, failed = _native.read_value(
-                self._fd, self._buffer, self._start, self._end, view, place.page
-            )
-            if failed == _native.NO_LINE_END:
-                raise ProtocolError("expected the end of the bulk")
-            if failed:
-                raise _lost(failed)
+        self._end_bulk()
 
     def _read_line(self, *, idle: bool = False) -> bytes:
-        while (at := self._buffer.find(b"\n", self._start, self._end)) < 0:
-            if self._start:
-                self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
-                self._end -= self._start
-                self._start = 0
-            if self._end == len(self._buffer):
+        while (at := self._buffer.find(b"\n", self.start, self.end)) < 0:
+            if self.start:
+                self._view[: self.end - self.start] = bytes(self._view[self.start : self.end])
+                self.end -= self.start
+                self.start = 0
+            if self.end == len(self._buffer):
                 raise ProtocolError("too big inline request")
-            self._end += self._receive(self._view[self._end :], 0, patient=idle and not self._end and not self.stranger)
-        line = bytes(self._view[self._start : at])
-        self._start = at + 1
-        if self._start == self._end:
-            self._start = self._end = 0
+            self.end += self._receive(self._view[self.end :], 0, patient=idle and not self.end and not self.stranger)
+        line = bytes(self._view[self.start : at])
+        self.start = at + 1
+        if self.start == self.end:
+            self.start = self.end = 0
         return line[:-1] if line.endswith(b"\r") else line
 
     def _take(self, out: memoryview) -> int:
         """Fill `out` from the buffer, as far as that goes; how far."""
-        taken = min(len(out), self._end - self._start)
+        taken = min(len(out), self.end - self.start)
         if taken:
-            out[:taken] = self._view[self._start : self._start + taken]
-            self._start += taken
+            out[:taken] = self._view[self.start : self.start + taken]
+            self.start += taken
         return taken
 
     def _read_into(self, out: memoryview) -> None:
@@ -215,15 +218,15 @@ class Stream:
             nbytes -= part
 
     def _end_bulk(self) -> None:
-        if self._end - self._start < 2:  # what follows, if it is here already, comes along
-            left = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, len(left)
+        if self.end - self.start < 2:  # what follows, if it is here already, comes along
+            left = bytes(self._view[self.start : self.end])
+            self.start, self.end = 0, len(left)
             self._view[: len(left)] = left
-            while self._end < 2:
-                self._end += self._receive(self._view[self._end :], 0)
-        if not self._buffer.startswith(b"\r\n", self._start):
+            while self.end < 2:
+                self.end += self._receive(self._view[self.end :], 0)
+        if not self._buffer.startswith(b"\r\n", self.start):
             raise ProtocolError("expected the end of the bulk")
-        self._start += 2
+        self.start += 2
 
     def _receive(self, out: memoryview, flags: int, *, patient: bool = False) -> int:
         while True:

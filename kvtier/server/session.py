@@ -70,7 +70,8 @@ class Session:
         self.received_bytes = 0
         """Of values that were taken and are not counted yet."""
         self._readings: list[Reading] = []
-        self._places: list[Reservation | Refused] = []
+        self.places: list[Reservation | Refused] = []
+        """The values of the command at hand, in order. A command takes those out that it commits or aborts itself."""
         self._busy = False
 
     def serve(self) -> None:
@@ -78,15 +79,16 @@ class Session:
         stream, execute, place = self._stream, self.shared.execute, self._place
         try:
             while not self.leaving:
-                if not stream.buffered:
-                    self._push()
+                if stream.start == stream.end or not stream.buffered:
+                    if self._out:
+                        self._push()
                     self._busy = bool(self._out)
                 args = stream.read_command(place)
                 self._busy = True
                 try:
                     execute(self, args)
                 finally:
-                    if self._places:
+                    if self.places:
                         self._give_up_places()
             self._flush()
         except ProtocolError as e:
@@ -197,28 +199,11 @@ class Session:
             place = Refused(place.text)
         else:
             self.received_bytes += nbytes
-        self._places.append(place)
+        self.places.append(place)
         return place
 
-    @property
-    def places(self) -> Sequence[Reservation | Refused]:
-        """The values of the command at hand, in order."""
-        return tuple(self._places)
-
-    def only_value(self) -> Reservation | None:
-        """The one value of the command at hand, which commits or aborts it itself; None where it is not one that was
-        taken."""
-        places = self._places
-        if len(places) == 1 and isinstance(places[0], Reservation):
-            return places.pop()  # type: ignore[return-value]
-        return None
-
-    def take(self, place: Reservation) -> None:
-        """The command at hand commits or aborts this value itself."""
-        self._places.remove(place)
-
     def _give_up_places(self) -> None:
-        places, self._places = self._places, []
+        places, self.places = self.places, []
         for place in places:
             if isinstance(place, Reservation):
                 self.keyspace.abort(place)

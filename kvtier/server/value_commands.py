@@ -51,10 +51,12 @@ def set_(session: Session, words: list[bytes]) -> None:
             expires_ms, rest = deadline(rest[1], 1000 if option == b"EX" else 1, "set"), rest[2:]
         else:
             raise CommandError(SYNTAX)
-    place = session.only_value()
-    if place is None:
-        (place,) = _values(session, 1)  # says what is wrong with it
-        session.take(place)
+    places = session.places
+    place = places[0] if len(places) == 1 else None
+    if isinstance(place, Reservation):
+        places.clear()
+    else:
+        (place,) = _values(session, 1)  # says why not
     done = session.keyspace.commit(session.database, words[1], place, expires_ms=expires_ms, only_new=only_new)
     session.reply(resp.OK if done else resp.null(session.protocol))
 
@@ -63,7 +65,7 @@ def mset(session: Session, words: list[bytes]) -> None:
     if len(words) % 2 == 0:
         raise CommandError("ERR wrong number of arguments for 'mset' command")
     for key, place in zip(words[1::2], _values(session, len(words) // 2), strict=True):
-        session.take(place)
+        session.places.remove(place)
         session.keyspace.commit(session.database, key, place)
     session.reply(resp.OK)
 

@@ -37,6 +37,9 @@ _ZEROS = bytes(SLOT_ALIGN)
 _CHUNK = 16
 """Pages per turn of the lock, and how many a put or get pins at a time."""
 
+_new = tuple.__new__
+"""Named construction would be a call in Python."""
+
 T = TypeVar("T")
 
 
@@ -70,7 +73,7 @@ class HostTier(StagingTier):
         largest = check_max_record(name, max_record_bytes, self._capacity_bytes)
         self._memory = Arena(self._capacity_bytes, pretouch=pretouch, reserved=huge_pages == "reserved")
         self.arena = self._memory.bytes_
-        self._bytes = memoryview(self.arena)
+        self.memory = memoryview(self.arena)
         self._table = SlotTable([Region(0, self._capacity_bytes)], largest, order, ttl_s)
         self._lock = threading.Lock()
         self._gate = Gate(name)
@@ -108,10 +111,10 @@ class HostTier(StagingTier):
             if isinstance(row, PutStatus):
                 answer = row
             else:
-                answer = table.slot(row)
-                end = answer.offset + nbytes
+                answer = _new(Slot, (row, offset := table.rows.offset[row], nbytes))
+                end = offset + nbytes
                 if padding := -nbytes % SLOT_ALIGN or (0 if nbytes else SLOT_ALIGN):
-                    self._bytes[end : end + padding] = _ZEROS[:padding]
+                    self.memory[end : end + padding] = _ZEROS[:padding]
         if removed:
             notify(self._removal_listener, removed)
         return answer
@@ -124,7 +127,7 @@ class HostTier(StagingTier):
             return self._table.publish_over(slot.id, key, meta, replaces)
 
     def view(self, slot: Slot) -> memoryview:
-        return self._bytes[slot.offset : slot.offset + slot.nbytes]
+        return self.memory[slot.offset : slot.offset + slot.nbytes]
 
     def commit_many(
         self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta], unwritten: int = 0
@@ -242,7 +245,7 @@ class HostTier(StagingTier):
         self._gate.close(_CLOSE_S)
         self._memory.close()
         self.arena = self._memory.bytes_
-        self._bytes = memoryview(self.arena)
+        self.memory = memoryview(self.arena)
         if self._budget is not None:
             self._budget.close()
 

@@ -92,16 +92,19 @@ class ExtentAllocator:
             self._close(extent)
         return extent, extent.start + position * slot_bytes
 
-    def release(self, extent: Extent, offset: int) -> None:
-        """Free one slot; an extent without users goes back to the free ranges."""
+    def release(self, start: int, offset: int) -> int:
+        """Free one slot of the extent that begins at `start`, and tell its size; an extent without users goes back to
+        the free ranges."""
+        extent = self._extent_at[start]
         position = (offset - extent.start) // extent.slot_bytes
         extent.rows[position] = -1
         extent.free.append(position)
         extent.used -= 1
-        if extent.used:
-            self._open.setdefault(extent.slot_bytes, {})[extent.start] = extent
-        else:
+        if not extent.used:
             self._dissolve(extent)
+        elif len(extent.free) == 1:  # it had none
+            self._open.setdefault(extent.slot_bytes, {})[start] = extent
+        return extent.slot_bytes
 
     def extent_at(self, start: int) -> Extent:
         return self._extent_at[start]

@@ -41,8 +41,8 @@ class Rows:
 
     def __init__(self) -> None:
         self.count = 0
-        self._vacant: list[int] = []
-        self._keys = bytearray()
+        self.vacant: list[int] = []  # to be had without `new`
+        self.key_bytes = bytearray()  # KEY_BYTES per row
         self._resize(_FIRST_ROWS)
 
     fixed: npt.NDArray[np.void]
@@ -56,8 +56,8 @@ class Rows:
     useds: npt.NDArray[np.int64]
 
     def new(self) -> int:
-        if self._vacant:
-            return self._vacant.pop()
+        if self.vacant:
+            return self.vacant.pop()
         if self.count == len(self.fixed):
             self._resize(self.count + self.count // 2)
         self.count += 1
@@ -72,30 +72,30 @@ class Rows:
         for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
             self.fixed[name][first:last] = pages.pages[name]
         self.fixed["spec"][first:last] = specs
-        self._keys[first * KEY_BYTES : last * KEY_BYTES] = pages.pages["key"].tobytes()
+        self.key_bytes[first * KEY_BYTES : last * KEY_BYTES] = pages.pages["key"].tobytes()
         return first
 
     def keys(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        return np.frombuffer(bytes(self._keys), f"V{KEY_BYTES}")[rows]
+        return np.frombuffer(bytes(self.key_bytes), f"V{KEY_BYTES}")[rows]
 
     def vacate(self, row: int) -> None:
         self.state[row] = FREE
         self.pin[row] = 0
-        self._vacant.append(row)
+        self.vacant.append(row)
 
     def key(self, row: int) -> bytes:
-        return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+        return bytes(self.key_bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
     def set_key(self, row: int, key: bytes) -> None:
-        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        self.key_bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
 
     def set_checksum(self, row: int, checksum: bytes) -> None:
-        at = row * FIXED.itemsize + _CHECKSUM_AT
-        self._raw[at : at + CHECKSUM_BYTES] = checksum
+        at = row * FIXED.itemsize + CHECKSUM_AT
+        self.raw[at : at + CHECKSUM_BYTES] = checksum
 
     def checksum(self, row: int) -> bytes:
-        at = row * FIXED.itemsize + _CHECKSUM_AT
-        return bytes(self._raw[at : at + CHECKSUM_BYTES])
+        at = row * FIXED.itemsize + CHECKSUM_AT
+        return bytes(self.raw[at : at + CHECKSUM_BYTES])
 
     def _resize(self, size: int) -> None:
         fixed = np.zeros(size, FIXED)
@@ -118,12 +118,13 @@ class Rows:
         self.keeps, self.lanes, self.uses, self.useds = keeps, lanes, uses, useds
         self.keep, self.lane = memoryview(keeps), memoryview(lanes)
         self.use, self.used = memoryview(uses), memoryview(useds)
-        self._keys.extend(bytes(size * KEY_BYTES - len(self._keys)))
-        self._raw = memoryview(fixed.view(np.uint8))
+        self.key_bytes.extend(bytes(size * KEY_BYTES - len(self.key_bytes)))
+        self.raw = memoryview(fixed.view(np.uint8))
         self.offset, self.nbytes = memoryview(fixed["offset"]), memoryview(fixed["nbytes"])
         self.valid_tokens, self.form = memoryview(fixed["valid_tokens"]), memoryview(fixed["form"])
         self.spec, self.extent = memoryview(fixed["spec"]), memoryview(extents)
         self.stamp, self.pin, self.state = memoryview(stamps), memoryview(pins), memoryview(states)
 
 
-_CHECKSUM_AT = int(FIXED.fields["checksum"][1]) if FIXED.fields else 0
+ROW_BYTES = FIXED.itemsize
+CHECKSUM_AT = int(FIXED.fields["checksum"][1]) if FIXED.fields else 0

@@ -35,7 +35,7 @@ from kvtier.errors import SpecError
 from kvtier.storage_backends.slots.columns import PAGE, Entry, PageColumns
 from kvtier.storage_backends.slots.extents import Extent, ExtentAllocator, Region, slot_bytes_of
 from kvtier.storage_backends.slots.order import Age, LruOrder, Order
-from kvtier.storage_backends.slots.rows import DOOMED, FILLING, LIVE, STAGED, Rows
+from kvtier.storage_backends.slots.rows import CHECKSUM_AT, DOOMED, FILLING, FREE, LIVE, ROW_BYTES, STAGED, Rows
 
 _ORIGIN_MAX_BYTES = 255
 _MANY = 32  # rows from which whole columns are faster than one row after the other
@@ -67,8 +67,8 @@ class SlotTable:
     ) -> None:
         self.max_record_bytes = max_record_bytes
         self._slots = ExtentAllocator(regions)
-        self._rows = Rows()
-        self._order = order(self._rows, self._slots.space_bytes)
+        self.rows = Rows()
+        self._order = order(self.rows, self._slots.space_bytes)
         self._age = None if ttl_s is None else Age(ttl_s)
         self._live: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
@@ -79,6 +79,7 @@ class SlotTable:
         self._changes = 0  # moves whenever a slot may have become evictable or free
         self._full_since: dict[int, int] = {}  # slot size -> _changes when no room could be made
         self._counts = dict.fromkeys(Removal, 0)
+        self._replaced = 0  # of those that were deleted
         self._probes = 0
         self.used_bytes = 0
         self.recovered_pages = 0
@@ -98,19 +99,19 @@ class SlotTable:
             return PutStatus.EXISTS
         if nbytes > self.max_record_bytes:
             return PutStatus.TOO_LARGE
-        slot_bytes = slot_bytes_of(nbytes)
-        row = self._rows.new()
+        slot_bytes = -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN or SLOT_ALIGN
+        rows = self.rows
+        row = rows.vacant.pop() if rows.vacant else rows.new()
         taken = self._slots.take(slot_bytes, row)
         if taken is None and self._make_room(slot_bytes):
             taken = self._slots.take(slot_bytes, row)
         if taken is None:
-            self._rows.vacate(row)
+            rows.vacate(row)
             return PutStatus.FULL
         extent, offset = taken
-        rows = self._rows
         rows.offset[row], rows.extent[row], rows.nbytes[row] = offset, extent.start, nbytes
         rows.state[row], rows.pin[row] = FILLING, 1
-        rows.set_key(row, key)
+        rows.key_bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
         self._filling[key] = row
         self.used_bytes += slot_bytes
         return row
@@ -119,7 +120,7 @@ class SlotTable:
         """Describe the page in a reserved row. It stays invisible, but is part of `entries`."""
         self._expect(row, FILLING)
         check_meta(meta)
-        rows = self._rows
+        rows = self.rows
         if slot_bytes_of(meta.nbytes) > self._slots.extent_at(rows.extent[row]).slot_bytes:
             raise SpecError(f"a record of {meta.nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
         rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = meta.nbytes, meta.form, meta.valid_tokens
@@ -133,12 +134,12 @@ class SlotTable:
         """Make a staged page visible and the most recently used. It stays pinned once, by its writer, and cannot be
         evicted while a bit of `keep` is set."""
         self._expect(row, STAGED)
-        key = self._rows.key(row)
+        key = self.rows.key(row)
         del self._filling[key]
         self._live[key] = row
-        self._rows.state[row] = LIVE
+        self.rows.state[row] = LIVE
         self._order.insert(row, key, priority)
-        self._rows.keep[row] = keep
+        self.rows.keep[row] = keep
         if key.startswith(PROBE_PREFIX):
             self._probes += 1
         else:
@@ -148,17 +149,29 @@ class SlotTable:
         """`stage`, `publish` and `unpin` of a reserved row, whose key is `key`, and `remove` of the page under
         `replaces` (empty: none), which is not among `removed`; whether it was there. In one, since the cache server
         does so with every value."""
-        self._expect(row, FILLING)
-        check_meta(meta)
+        rows, live = self.rows, self._live
+        if rows.state[row] != FILLING:
+            self._expect(row, FILLING)
         nbytes, form, valid_tokens, checksum, spec, origin, priority = meta
-        rows, live = self._rows, self._live
+        spec_id = self._spec_ids.get(spec, -1)
+        if (
+            spec_id < 0  # one that is known was checked
+            or len(checksum) != CHECKSUM_BYTES
+            or len(origin) > _ORIGIN_MAX_BYTES
+            or nbytes < 0
+            or not 0 <= form < 1 << 16
+            or not 0 <= valid_tokens < 1 << 31
+            or not PRIORITY_MIN <= priority <= PRIORITY_MAX
+        ):
+            check_meta(meta)
+            spec_id = self._spec_id(spec)
         if nbytes > rows.nbytes[row]:
             raise SpecError(f"a record of {nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
         del self._filling[key]
         rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = nbytes, form, valid_tokens
-        rows.set_checksum(row, checksum)
-        known = self._spec_ids.get(spec)
-        rows.spec[row] = self._spec_id(spec) if known is None else known
+        at = row * ROW_BYTES + CHECKSUM_AT
+        rows.raw[at : at + CHECKSUM_BYTES] = checksum
+        rows.spec[row] = spec_id
         if origin:
             self._origins[row] = origin
         live[key] = row
@@ -173,19 +186,22 @@ class SlotTable:
             self._order.insert(row, key, priority)
             return False
         self._order.replace(row, key, priority, old, replaces)
-        self._counts[Removal.DELETED] += 1
+        self._replaced += 1
         rows.keep[old] = 0
         if rows.pin[old]:
             rows.state[old] = DOOMED
-        else:
-            self._free(old)
+            return True
+        rows.state[old] = FREE
+        rows.vacant.append(old)
+        self._origins.pop(old, None)
+        self.used_bytes -= self._slots.release(rows.extent[old], rows.offset[old])
         return True
 
     def abort(self, row: int) -> bytes:
         """Give a reserved or staged row back; returns its key."""
-        if self._rows.state[row] != STAGED:
+        if self.rows.state[row] != STAGED:
             self._expect(row, FILLING)
-        key = self._rows.key(row)
+        key = self.rows.key(row)
         del self._filling[key]
         self._free(row)
         return key
@@ -200,7 +216,7 @@ class SlotTable:
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Record lengths in bytes, -1 where absent."""
         self._expire()
-        get, nbytes = self._live.get, self._rows.nbytes
+        get, nbytes = self._live.get, self.rows.nbytes
         return [-1 if (row := get(key, -1)) < 0 else nbytes[row] for key in keys]
 
     def pin(self, keys: Sequence[bytes], *, use: bool = True) -> list[int]:
@@ -211,12 +227,12 @@ class SlotTable:
         present = np.array([row for row in found if row >= 0] if -1 in found else found, np.int64)
         if len(present):
             if len(found) < _MANY:
-                pin = self._rows.pin
+                pin = self.rows.pin
                 for row in found:
                     if row >= 0:
                         pin[row] += 1
             else:
-                np.add.at(self._rows.pins, present, 1)
+                np.add.at(self.rows.pins, present, 1)
             if use:
                 self._order.use(present)
         return found
@@ -241,13 +257,13 @@ class SlotTable:
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Let pinned rows go, one count each. A removed page's slot becomes free with its last pin."""
-        pin, state = self._rows.pin, self._rows.state
+        pin, state = self.rows.pin, self.rows.state
         self._changes += 1
         if len(rows) >= _MANY:
             several = np.array(rows, np.int64)
-            left = self._rows.pins[several] - 1
-            if left.min() >= 0 and not (self._rows.states[several] == DOOMED).any() and len(set(rows)) == len(rows):
-                self._rows.pins[several] = left
+            left = self.rows.pins[several] - 1
+            if left.min() >= 0 and not (self.rows.states[several] == DOOMED).any() and len(set(rows)) == len(rows):
+                self.rows.pins[several] = left
                 return
         for row in rows:
             if pin[row] < 1:
@@ -257,7 +273,7 @@ class SlotTable:
                 self._free(row)
 
     def slot(self, row: int) -> Slot:
-        return Slot(row, self._rows.offset[row], self._rows.nbytes[row])
+        return Slot(row, self.rows.offset[row], self.rows.nbytes[row])
 
     def holds(self, key: bytes, row: int) -> bool:
         """Whether the page under `key` is the one in `row`, and visible."""
@@ -265,13 +281,13 @@ class SlotTable:
 
     def columns(self, *, staged: bool) -> PageColumns:
         """Published pages, and with `staged` the staged ones too, the least recently used first. A snapshot."""
-        states = self._rows.states[: self._rows.count]
+        states = self.rows.states[: self.rows.count]
         rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
         rows = rows[np.argsort(self._order.ranks(rows), kind="stable")]
-        pages, fixed = np.empty(len(rows), PAGE), self._rows.fixed[rows]
+        pages, fixed = np.empty(len(rows), PAGE), self.rows.fixed[rows]
         for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
             pages[name] = fixed[name]
-        pages["key"] = self._rows.keys(rows)
+        pages["key"] = self.rows.keys(rows)
         pages["spec"] = np.array(self._specs, f"V{FINGERPRINT_BYTES}")[fixed["spec"]] if len(rows) else b""
         origin = self._origins.get
         origins = (
@@ -290,12 +306,12 @@ class SlotTable:
         are."""
         rows = [row for row in self.find(keys) if row >= 0]
         for row in rows:
-            self._rows.keep[row] |= bits
+            self.rows.keep[row] |= bits
         return len(rows)
 
     def let_go(self, rows: Sequence[int], bits: int) -> None:
         """Clear `bits` of rows."""
-        keep = self._rows.keep
+        keep = self.rows.keep
         for row in rows:
             keep[row] &= ~bits & 0xFF
         self._changes += 1
@@ -303,19 +319,19 @@ class SlotTable:
     def kept(self, bits: int, limit: int, *, last_first: bool = False, soon: bool = False) -> list[bytes]:
         """Keys of up to `limit` published pages with one of `bits` set, in the order in which they would make room, or
         in the opposite one. soon: only among the pages that would make room before others."""
-        count = self._rows.count
+        count = self.rows.count
         if soon:
             rows = self._order.soon(max(1, min(max(_SOON_MIN, len(self._live) // _SOON_SHARE), len(self._live) // 2)))
-            rows = rows[self._rows.keeps[rows] & bits != 0]
+            rows = rows[self.rows.keeps[rows] & bits != 0]
         else:
-            rows = np.flatnonzero((self._rows.keeps[:count] & bits != 0) & (self._rows.states[:count] == LIVE))
+            rows = np.flatnonzero((self.rows.keeps[:count] & bits != 0) & (self.rows.states[:count] == LIVE))
         ranks = self._order.ranks(rows)
         if last_first:
             ranks = -ranks
         if limit < len(rows):
             first = np.argpartition(ranks, limit)[:limit]
             rows, ranks = rows[first], ranks[first]
-        return [self._rows.key(row) for row in rows[np.argsort(ranks, kind="stable")].tolist()]
+        return [self.rows.key(row) for row in rows[np.argsort(ranks, kind="stable")].tolist()]
 
     def protect(self, keys: Sequence[bytes], protected: bool) -> int:
         """Keep pages from being evicted, or end that; how many of them are here."""
@@ -346,14 +362,14 @@ class SlotTable:
         if row < 0:
             return False
         self._order.remove(row, key, evicted=why is Removal.EVICTED)
-        self._rows.keep[row] = 0
+        self.rows.keep[row] = 0
         if key.startswith(PROBE_PREFIX):
             self._probes -= 1
         else:
             self._counts[why] += 1
         self.removed.append(Removed(key, why))
-        if self._rows.pin[row]:
-            self._rows.state[row] = DOOMED
+        if self.rows.pin[row]:
+            self.rows.state[row] = DOOMED
         else:
             self._free(row)
         return True
@@ -369,7 +385,7 @@ class SlotTable:
         """Fill an empty table, the least recently used page first. Slots must not overlap."""
         specs = pages.pages["spec"].tolist()
         ids = {spec: self._spec_id(spec) for spec in dict.fromkeys(specs)}
-        rows = self._rows
+        rows = self.rows
         first = rows.fill(pages, [ids[spec] for spec in specs])
         last = first + len(pages)
         self._order.recover(first, last)
@@ -400,7 +416,7 @@ class SlotTable:
             recovered_pages=self.recovered_pages,
             stored_pages=self.stored_pages,
             evicted_pages=self._counts[Removal.EVICTED],
-            deleted_pages=self._counts[Removal.DELETED],
+            deleted_pages=self._counts[Removal.DELETED] + self._replaced,
             quarantined_pages=self._counts[Removal.QUARANTINED],
             put_bytes=put_bytes,
             get_bytes=get_bytes,
@@ -422,17 +438,17 @@ class SlotTable:
                 new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""), priority)),
             )
             for row, priority, (at, nbytes, valid, form, spec, check) in zip(
-                wanted.tolist(), priorities, self._rows.fixed[wanted].tolist(), strict=True
+                wanted.tolist(), priorities, self.rows.fixed[wanted].tolist(), strict=True
             )
         ]
 
     def _meta(self, row: int) -> PageMeta:
-        r, spec = self._rows, self._specs[self._rows.spec[row]]
+        r, spec = self.rows, self._specs[self.rows.spec[row]]
         origin, priority = self._origins.get(row, b""), self._order.priority(row)
         return PageMeta(r.nbytes[row], r.form[row], r.valid_tokens[row], r.checksum(row), spec, origin, priority)
 
     def _expect(self, row: int, state: int) -> None:
-        if not 0 <= row < self._rows.count or self._rows.state[row] != state:
+        if not 0 <= row < self.rows.count or self.rows.state[row] != state:
             raise SpecError(f"slot {row} is not reserved, or was published or given back already")
 
     def _spec_id(self, spec: bytes) -> int:
@@ -443,11 +459,10 @@ class SlotTable:
         return known
 
     def _free(self, row: int) -> None:
-        extent = self._slots.extent_at(self._rows.extent[row])
-        self.used_bytes -= extent.slot_bytes
-        self._slots.release(extent, self._rows.offset[row])
+        rows = self.rows
+        self.used_bytes -= self._slots.release(rows.extent[row], rows.offset[row])
         self._origins.pop(row, None)
-        self._rows.vacate(row)
+        rows.vacate(row)
         self._changes += 1
 
     def _make_room(self, slot_bytes: int) -> bool:
@@ -456,9 +471,9 @@ class SlotTable:
             return False
         blocked: set[int] = set()
         for row in self._order.victims():
-            extent = self._slots.extent_at(self._rows.extent[row])
+            extent = self._slots.extent_at(self.rows.extent[row])
             if extent.slot_bytes == slot_bytes:
-                self.remove(self._rows.key(row), Removal.EVICTED)
+                self.remove(self.rows.key(row), Removal.EVICTED)
                 return True
             if extent.start in blocked:
                 continue
@@ -467,14 +482,14 @@ class SlotTable:
                 blocked.add(extent.start)
                 continue
             for member in [m for e in emptied for m in e.members()]:
-                self.remove(self._rows.key(member), Removal.EVICTED)
+                self.remove(self.rows.key(member), Removal.EVICTED)
             return True
         self._full_since[slot_bytes] = self._changes
         return False
 
     def _newest_use(self, extent: Extent) -> int | None:
         """The rank of the page of an extent that would go last; None where one of its pages may not go."""
-        pin, state, keep, rank = self._rows.pin, self._rows.state, self._rows.keep, self._order.rank
+        pin, state, keep, rank = self.rows.pin, self.rows.state, self.rows.keep, self._order.rank
         newest: int | None = None
         for row in extent.members():
             if pin[row] or keep[row] or state[row] != LIVE:
@@ -486,7 +501,7 @@ class SlotTable:
         """Let go of pages that are older than their time."""
         if self._age is None or (horizon := self._age.horizon(self._order.clock)) < 0:
             return
-        rows, count = self._rows, self._rows.count
+        rows, count = self.rows, self.rows.count
         old = (rows.states[:count] == LIVE) & (rows.pins[:count] == 0) & (rows.keeps[:count] == 0)
         for row in np.flatnonzero(old & (self._order.last_use() <= horizon)).tolist():
             self.remove(rows.key(row), Removal.EVICTED)

@@ -38,7 +38,7 @@ def test_random_use_neither_overlaps_nor_leaks(seed: int) -> None:
     for row in range(1500):
         if taken and rng.random() < 0.45:
             extent, offset = taken.pop(rng.choice(list(taken)))
-            slots.release(extent, offset)
+            slots.release(extent.start, offset)
         else:
             got = slots.take(rng.choice([4, 8, 12, 40, 100, 200]) * KIB, row)
             if got is not None:
@@ -46,7 +46,7 @@ def test_random_use_neither_overlaps_nor_leaks(seed: int) -> None:
         if row % 10 == 0:
             check(slots, taken, regions)
     for extent, offset in taken.values():
-        slots.release(extent, offset)
+        slots.release(extent.start, offset)
     check(slots, {}, regions)
     assert slots.extents() == []
     # Everything is joined again: the largest slots that the regions can hold, at once.
@@ -89,8 +89,8 @@ def test_regions_are_never_joined() -> None:
     a, b = slots.take(100 * KIB, 0), slots.take(100 * KIB, 1)
     assert a is not None and b is not None
     assert slots.neighbourhood(a[0], 104 * KIB, lambda e: 0) is None
-    slots.release(*a)
-    slots.release(*b)
+    slots.release(a[0].start, a[1])
+    slots.release(b[0].start, b[1])
     assert slots.take(104 * KIB, 0) is None
 
 
