@@ -50,17 +50,24 @@ class Below:
             known = [has and key not in self.deleting for key, has in zip(keys, known, strict=True)]
         return known
 
-    def find(self, pages: Sequence[tuple[int, bytes]]) -> tuple[dict[int, str], set[int]]:
-        """By index, the local tier that has each page, and pages of which only one that is out of service knows."""
+    def find(self, pages: Sequence[int], keys: Sequence[bytes]) -> tuple[dict[int, str], set[int]]:
+        """By the numbers of `pages`, whose keys are `keys`: the local tier that has each, and those of which only one
+        that is out of service knows."""
         found: dict[int, str] = {}
         down: set[int] = set()
+        if self.deleting:
+            pages = [page for page, key in zip(pages, keys, strict=True) if key not in self.deleting]
+            keys = [key for key in keys if key not in self.deleting]
         for tier in self._local:
-            left = [(i, key) for i, key in pages if i not in found and key not in self.deleting]
-            for (i, _), nbytes in zip(left, tier.length_many([key for _, key in left]), strict=True):
-                if nbytes >= 0:
-                    found[i] = tier.name
-                elif nbytes == LENGTH_UNKNOWN:
-                    down.add(i)
+            lengths = tier.length_many(keys)
+            if lengths and min(lengths) >= 0:
+                found.update(dict.fromkeys(pages, tier.name))
+                break
+            if LENGTH_UNKNOWN in lengths:
+                down.update(page for page, n in zip(pages, lengths, strict=True) if n == LENGTH_UNKNOWN)
+            found.update((page, tier.name) for page, n in zip(pages, lengths, strict=True) if n >= 0)
+            pages = [page for page, n in zip(pages, lengths, strict=True) if n < 0]
+            keys = [key for key, n in zip(keys, lengths, strict=True) if n < 0]
         return found, down.difference(found)
 
     def delete(self, keys: Sequence[bytes]) -> None:

@@ -53,11 +53,16 @@ class Classification:
         gap = end if lookup.sparse else min(lookup.misses, default=end)
         if UNPINNED not in pins and not slow and gap == end:
             return
-        absent = [i for i, pin in zip(pages, pins, strict=True) if pin == UNPINNED]
-        below, down = self._below.find([(i, lookup.keys[i]) for i in absent])
+        absent, gone = pages, keys
+        if pins.count(UNPINNED) < len(pins):
+            absent = [i for i, pin in zip(pages, pins, strict=True) if pin == UNPINNED]
+            gone = [lookup.keys[i] for i in absent]
+        below, down = self._below.find(absent, gone)
         maybe = self._maybe(lookup, absent, below)
         declined = self._decline(lookup, below, pages, slow)
-        lost = [i for i in absent if i not in below and i not in maybe] if below or maybe else absent
+        lost: Sequence[int] = ()
+        if len(below) + len(maybe) < len(absent):
+            lost = [i for i in absent if i not in below and i not in maybe] if below or maybe else absent
         if not lookup.sparse:
             gap = min([gap, *lost[:1], *declined])
             if gap < pages[-1]:
@@ -71,8 +76,8 @@ class Classification:
         lookup would have said. Shared tiers are not asked: of what only these may have, nothing is known but that the
         tier is down, if it was. Any thread."""
         here = self._host.contains_many(keys)
-        pages = [(i, key) for i, key in enumerate(keys) if not here[i]]
-        below, down = self._below.find(pages)
+        there = [i for i, has in enumerate(here) if not has]
+        below, down = self._below.find(there, [keys[i] for i in there])
         rest = MissReason.TIER_DOWN if self._shared and gap is MissReason.TIER_DOWN else MissReason.ABSENT
         evicted = self._evicted.among(keys)
         return [
@@ -117,22 +122,18 @@ class Classification:
         self._unpin(released)
 
     def _promote(self, lookup: Lookup, absent: Sequence[int], below: dict[int, str], maybe: Collection[int]) -> None:
-        promote: dict[str, list[bytes]] = {}
-        ask: list[bytes] = []
-        for i in absent if below or maybe else ():
-            tier = below.get(i)
-            if tier is None and i not in maybe:
-                continue
-            key = lookup.keys[i]
-            if tier is not None:
-                lookup.origins[i] = tier
-            lookup.loading[key] = i
-            if not self._promotions.want(lookup, key):
-                continue
-            if tier is not None:
-                promote.setdefault(tier, []).append(key)
-            else:
-                ask.append(key)
+        if not below and not maybe:
+            return
+        lookup.origins.update(below)
+        coming = {lookup.keys[i]: i for i in absent if i in below or i in maybe}
+        lookup.loading.update(coming)
+        new = self._promotions.want(lookup, list(coming))
+        tiers = list(dict.fromkeys(below.values()))
+        if len(tiers) == 1 and not maybe:
+            promote = {tiers[0]: new}
+        else:
+            promote = {tier: [key for key in new if below.get(coming[key]) == tier] for tier in tiers}
+        ask = [key for key in new if coming[key] not in below] if maybe else []
         self._promotions.start(promote, lookup, ask)
 
     def _why_missing(self, lookup: Lookup, lost: Sequence[int], down: Collection[int]) -> dict[int, MissReason]:

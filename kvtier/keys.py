@@ -89,11 +89,18 @@ class Namespace:
         """Keys of pages by the engine's page hashes (any bytes, each chained over its prefix): BLAKE2b-256 of the
         hash, keyed with the namespace digest."""
         messages = list(hashes)
-        digest, lengths = self.digest, {len(message) for message in messages}
-        if len(lengths) != 1 or 0 in lengths:
-            return [hashlib.blake2b(m, key=digest, digest_size=KEY_BYTES).digest() for m in messages]
-        packed = _native.page_keys(digest, b"".join(messages), lengths.pop())
-        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        keys = _native.page_key_list(self.digest, messages)
+        if keys is None:
+            keys = [hashlib.blake2b(m, key=self.digest, digest_size=KEY_BYTES).digest() for m in messages]
+        return keys
+
+    def page_names(self, hashes: Sequence[str]) -> tuple[list[bytes], list[bytes]]:
+        """Page hashes that an engine hands out in hexadecimal, as bytes, and the keys of their pages."""
+        names = _native.page_names(self.digest, list(hashes))
+        if names is not None:
+            return names
+        raw = [bytes.fromhex(page_hash) for page_hash in hashes]
+        return raw, self.page_keys(raw)
 
 
 def owners_of(digests: Sequence[bytes], keys: Sequence[bytes], hashes: Sequence[bytes]) -> list[int]:

@@ -82,14 +82,17 @@ class Promotions:
 
     # -- called with the store's lock held -------------------------------------------------------------------------
 
-    def want(self, lookup: Lookup, key: bytes) -> bool:
-        """`lookup` waits for a page; whether somebody must start its promotion."""
-        there = self.waiting.get(key)
-        if there is not None:
-            there.append(lookup)
-            return False
-        self.waiting[key] = [lookup]
-        return True
+    def want(self, lookup: Lookup, keys: Sequence[bytes]) -> list[bytes]:
+        """`lookup` waits for pages; those of which somebody must start the promotion."""
+        new = []
+        for key in keys:
+            there = self.waiting.get(key)
+            if there is None:
+                self.waiting[key] = [lookup]
+                new.append(key)
+            else:
+                there.append(lookup)
+        return new
 
     def start(self, by_tier: Mapping[str, list[bytes]], lookup: Lookup, ask: list[bytes]) -> None:
         """Read pages that tiers are known to have, and look for the others, `ask`, in shared tiers for `lookup`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.connectors.sglang.boundaries import Beside, Boundaries, lookup_name
 from kvtier.connectors.sglang.movers import Part, Stored
-from kvtier.connectors.sglang.pools import KV, page_hashes
+from kvtier.connectors.sglang.pools import KV
 from kvtier.connectors.sglang.steps import StepBudget
 from kvtier.errors import EngineError
 from kvtier.lookup import Lookup
@@ -122,8 +122,7 @@ class Prefixes:
 
     def _names(self, hashes: Sequence[str]) -> tuple[list[bytes], list[bytes]]:
         """Of KV pages: the engine's hashes as bytes, and their keys."""
-        digests = page_hashes(hashes)
-        keys = self._kv.namespace.page_keys(digests)
+        digests, keys = self._kv.namespace.page_names(hashes)
         if self._renamed:
             keys = [self._renamed.get(digest, key) for digest, key in zip(digests, keys, strict=True)]
         return digests, keys

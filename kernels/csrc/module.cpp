@@ -179,6 +179,78 @@ nb::bytes page_keys(const nb::bytes& namespace_digest, const nb::bytes& hashes, 
   return nb::cast<nb::bytes>(keys);
 }
 
+constexpr size_t kManyKeys = 1024;  // from which other threads may have the interpreter meanwhile
+
+nb::list list_of(const uint8_t* packed, size_t bytes, size_t count) {
+  nb::list out = nb::steal<nb::list>(PyList_New(Py_ssize_t(count)));
+  if (!out.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(packed + i * bytes), Py_ssize_t(bytes));
+    if (!item) throw nb::python_error();
+    PyList_SET_ITEM(out.ptr(), Py_ssize_t(i), item);
+  }
+  return out;
+}
+
+nb::list keys_of(const nb::bytes& digest, const std::vector<uint8_t>& packed, size_t bytes, size_t count) {
+  if (digest.size() != kDigestBytes)
+    fail("namespace_digest has " + std::to_string(digest.size()) + " bytes, must be 32");
+  std::vector<uint8_t> keys(count * kDigestBytes);
+  const uint8_t* key = reinterpret_cast<const uint8_t*>(digest.c_str());
+  if (count < kManyKeys) {
+    blake2b_keyed(key, packed.data(), bytes, count, keys.data());
+  } else {
+    nb::gil_scoped_release nogil;
+    blake2b_keyed(key, packed.data(), bytes, count, keys.data());
+  }
+  return list_of(keys.data(), kDigestBytes, count);
+}
+
+nb::object page_key_list(const nb::bytes& digest, const nb::list& hashes) {
+  const size_t count = hashes.size();
+  if (!count) return nb::list();
+  std::vector<uint8_t> packed;
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = PyList_GET_ITEM(hashes.ptr(), Py_ssize_t(i));
+    if (!PyBytes_Check(item)) return nb::none();
+    const size_t size = size_t(PyBytes_GET_SIZE(item));
+    if (!i) packed.resize(count * (bytes = size));
+    if (!bytes || size != bytes) return nb::none();
+    std::memcpy(packed.data() + i * bytes, PyBytes_AS_STRING(item), bytes);
+  }
+  return keys_of(digest, packed, bytes, count);
+}
+
+int nibble(char c) {
+  return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+nb::object page_names(const nb::bytes& digest, const nb::list& hashes) {
+  const size_t count = hashes.size();
+  if (!count) return nb::make_tuple(nb::list(), nb::list());
+  std::vector<uint8_t> packed;
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = PyList_GET_ITEM(hashes.ptr(), Py_ssize_t(i));
+    Py_ssize_t length = 0;
+    const char* text = PyUnicode_Check(item) ? PyUnicode_AsUTF8AndSize(item, &length) : nullptr;
+    if (!text) {
+      PyErr_Clear();
+      return nb::none();
+    }
+    if (!i) packed.resize(count * (bytes = size_t(length) / 2));
+    if (!bytes || size_t(length) != 2 * bytes) return nb::none();
+    for (size_t b = 0; b < bytes; ++b) {
+      const int high = nibble(text[2 * b]), low = nibble(text[2 * b + 1]);
+      if (high < 0 || low < 0) return nb::none();
+      packed[i * bytes + b] = uint8_t(high << 4 | low);
+    }
+  }
+  nb::list keys = keys_of(digest, packed, bytes, count);
+  return nb::make_tuple(list_of(packed.data(), bytes, count), keys);
+}
+
 nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> page_owners(const nb::bytes& namespace_digests, const nb::bytes& keys,
                                                          const nb::bytes& hashes, int64_t hash_bytes) {
   if (namespace_digests.size() % kDigestBytes || keys.size() % kDigestBytes)
@@ -258,6 +330,10 @@ NB_MODULE(_native, m) {
   m.def("xxh3_128", &xxh3, "buffer"_a, "seed"_a = 0, "16 bytes, as xxhash.xxh3_128_digest(buffer, seed)");
   m.def("page_keys", &page_keys, "namespace_digest"_a, "hashes"_a, "hash_bytes"_a,
         "Packed hashes of equal length to 32 bytes each: BLAKE2b-256 keyed with the namespace digest");
+  m.def("page_key_list", &page_key_list, "namespace_digest"_a, "hashes"_a,
+        "As page_keys, of a list of hashes and as a list; None unless all are of one length");
+  m.def("page_names", &page_names, "namespace_digest"_a, "hashes"_a,
+        "Of a list of hashes in hexadecimal, them as bytes, and their keys; None unless all are such, and of one length");
   m.def("page_owners", &page_owners, "namespace_digests"_a, "keys"_a, "hashes"_a, "hash_bytes"_a,
         "For each page the index of the namespace whose key for its hash it has, or -1");
 

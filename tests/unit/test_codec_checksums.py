@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +76,50 @@ def test_page_keys_are_keyed_blake2b(size: int, count: int) -> None:
     hashes = [DATA[i * size : (i + 1) * size] for i in range(count)]
     expected = b"".join(hashlib.blake2b(h, key=key, digest_size=32).digest() for h in hashes)
     assert _native.page_keys(key, b"".join(hashes), size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 32, 127, 128, 129, 1000])
+@pytest.mark.parametrize("count", [0, 1, 7, 1500])
+def test_lists_of_hashes_give_the_same_keys(size: int, count: int) -> None:
+    key, data = DATA[:32], random.Random(size).randbytes(size * count)
+    hashes = [data[i * size : (i + 1) * size] for i in range(count)]
+    expected = [hashlib.blake2b(h, key=key, digest_size=32).digest() for h in hashes]
+    assert _native.page_key_list(key, hashes) == expected
+    assert _native.page_names(key, [h.hex() for h in hashes]) == (hashes, expected)
+    assert _native.page_names(key, [h.hex().upper() for h in hashes]) == (hashes, expected)
+
+
+@pytest.mark.parametrize("hashes", [[b"ab", b"a"], [b"a", b"ab"], [b""], [b"ab", b""], [b"ab", "ab"], [None]])
+def test_hashes_of_several_lengths_are_not_for_the_native_code(hashes: list[Any]) -> None:
+    assert _native.page_key_list(bytes(32), hashes) is None
+
+
+@pytest.mark.parametrize(
+    "hashes",
+    [
+        ["ab", "a"],
+        ["a"],
+        [""],
+        ["ab", ""],
+        ["ab", "abcd"],
+        ["ag"],
+        ["/0"],
+        ["a b "],
+        ["ä"],
+        ["\ud800a"],
+        [b"ab"],
+        [None],
+    ],
+)
+def test_what_is_not_hexadecimal_is_not_for_the_native_code(hashes: list[Any]) -> None:
+    assert _native.page_names(bytes(32), hashes) is None
+
+
+def test_a_namespace_digest_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="31 bytes, must be 32"):
+        _native.page_key_list(bytes(31), [b"ab"])
+    with pytest.raises(ValueError, match="31 bytes, must be 32"):
+        _native.page_names(bytes(31), ["ab"])
 
 
 @pytest.mark.parametrize(("key", "packed", "size"), [(31, 64, 32), (32, 63, 32), (32, 64, 0), (32, 64, -1)])

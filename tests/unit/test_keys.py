@@ -165,3 +165,17 @@ def test_weights_fingerprint_sees_bytes_and_not_order() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(vectors(), indent=1) + "\n")
+
+
+@pytest.mark.parametrize("lengths", [[32] * 5, [1, 32, 200], [0, 1], []])
+def test_names_of_hashes_in_hexadecimal(lengths: list[int]) -> None:
+    """Of equal lengths natively, of others by the standard library: the same."""
+    hashes = [bytes([n + 1]) * length for n, length in enumerate(lengths)]
+    expected = [hashlib.blake2b(h, key=NAMESPACE.digest, digest_size=32).digest() for h in hashes]
+    assert NAMESPACE.page_names([h.hex() for h in hashes]) == (hashes, expected)
+    assert NAMESPACE.page_keys(hashes) == NAMESPACE.page_keys(iter(hashes)) == expected
+
+
+def test_a_hash_that_is_not_hexadecimal_is_told() -> None:
+    with pytest.raises(ValueError, match="non-hexadecimal"):
+        NAMESPACE.page_names(["0g"])
