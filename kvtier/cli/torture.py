@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -62,7 +61,6 @@ def torture(
     console = Console(stderr=as_json)
     started = time.monotonic()
     with (
-        _sigterm_as_interrupt(),
         _quiet(),
         tempfile.TemporaryDirectory(prefix="kvtier-torture-", dir=folder) as place,
         _Progress(console, seconds) as progress,
@@ -89,20 +87,6 @@ def torture(
         _print(console, lines, passed, seed, took_s)
     if not passed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Servers and mounts of a trial end with it, whichever way the command is told to."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def torture(
     progress: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
     """Run every check `trials` times, then all of them in turn until `seconds` have passed. A check that failed or
-    cannot be run is not run again. folder: an empty one; left empty, also where a KeyboardInterrupt breaks it off.
-    progress: called before and after each trial."""
+    cannot be run is not run again. folder: an empty one; left empty, also where a KeyboardInterrupt or
+    SystemExit breaks it off. progress: called before and after each trial."""
     lines = [Line(check) for check in checks]
     folder = folder.absolute()  # a disk of its own is mounted below it, and is named by its whole path
     until = time.monotonic() + seconds
@@ -121,7 +121,7 @@ def _run(line: Line, folder: Path, seed: int) -> None:
     try:
         thread.start()
         thread.join(TRIAL_LIMIT_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         trial.end_outside()
         if thread.ident is not None:
             thread.join(_BREAK_OFF_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvtier.cli import main
 from kvtier.cli.app import app
 from kvtier.errors import ConfigError
 from kvtier.faults import sheet
@@ -106,28 +107,31 @@ def test_a_check_that_hangs_is_a_failed_one(tmp_path: Path, monkeypatch: pytest.
     assert line.outcome is Outcome.FAILED and "has not ended" in line.detail
 
 
-@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("told", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_trial_that_is_broken_off_leaves_nothing(
-    told: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its files, nor what it has outside its folder."""
-    main, ended, left = threading.main_thread().ident, threading.Event(), []
+    here, ended, left = threading.main_thread().ident, threading.Event(), []
 
     def waits(trial: Trial) -> None:
         (trial.folder / "page").write_bytes(b"bytes")
         trial.outside.append(ended.set)
-        assert main is not None
-        signal.pthread_kill(main, told)
+        assert here is not None
+        signal.pthread_kill(here, told)
         left.append(ended.wait(60))
 
     monkeypatch.setattr(sheet, "CHECKS", [Check("waits", "", waits)])
     # A shell without a terminal starts what is in its background with this one ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before_term = signal.getsignal(signal.SIGTERM)
     try:
-        result = CliRunner().invoke(app, ["torture", "--folder", str(tmp_path)])
+        with pytest.raises(SystemExit) as ending:
+            main(["torture", "--folder", str(tmp_path)])
     finally:
         signal.signal(signal.SIGINT, before)
-    assert result.exit_code == 130 and left == [True], result
+    assert ending.value.code == status and left == [True]
+    assert signal.getsignal(signal.SIGTERM) is before_term, "only for as long as the command runs"
     assert not list(tmp_path.iterdir())
 
 
