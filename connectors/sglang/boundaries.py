@@ -19,6 +19,9 @@ from kvtier.store import TieredStore
 
 Bools = npt.NDArray[np.bool_]
 
+_SPARE_PAGES = 512
+"""Pages before a window that are pinned, too, where a shorter prefix may be wanted."""
+
 
 def lookup_name(request_id: str, pool: str) -> str:
     """Under which the store knows the pages of one pool beside, for one request."""
@@ -32,8 +35,8 @@ def is_beside(name: str) -> bool:
 class Beside:
     """The pages of one pool beside, for one request: `keys[i]` belongs to KV page i of its tail, and more may be added
     before it is asked for any. window: how many of
-    them, up to the end of the prefix, must be there. spare: pin what else is in host memory, so that a shorter prefix
-    is ready where another rank lacks a page of the longest. Used on the scheduler's thread."""
+    them, up to the end of the prefix, must be there. spare: pin some of what else is in host memory, so that a shorter
+    prefix is ready where another rank lacks a page of the longest. Used on the scheduler's thread."""
 
     def __init__(self, store: TieredStore, name: str, keys: list[bytes], window: int, *, spare: bool = False) -> None:
         self._store = store
@@ -79,8 +82,9 @@ class Beside:
         """Get what a prefix of `end` pages needs."""
         wanted = list(range(max(0, end - self.window), end))
         if self._spare and wanted:
-            here, _ = self._store.may_have(self.keys[: wanted[0]])
-            wanted = [i for i, there in enumerate(here) if there and i not in self._gone] + wanted
+            first = max(0, wanted[0] - _SPARE_PAGES)
+            here, _ = self._store.may_have(self.keys[first : wanted[0]])
+            wanted = [i for i, there in enumerate(here, first) if there and i not in self._gone] + wanted
         if wanted != self._asked or self.lookup is None:
             self._look_up(wanted, deadline)
 
