@@ -115,21 +115,6 @@ def given_sequences(texts: Sequence[Sequence[int]]) -> list[FittingSequence]:
     return [FittingSequence(tuple(int(t) for t in text)) for text in texts]
 
 
-def held_apart(
-    sequences: Sequence[FittingSequence], share: float, seed: int
-) -> tuple[list[FittingSequence], list[FittingSequence]]:
-    """`sequences` to fit, and about a `share` of them (one at least) to measure on, drawn by `seed`. ConfigError where
-    nothing would be left to fit."""
-    held = max(1, round(share * len(sequences)))
-    if held >= len(sequences):
-        raise ConfigError(
-            f"{len(sequences)} fitting sequences with a share of {share} held out: nothing is left to fit"
-        )
-    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed)).tolist()
-    apart = set(order[:held])
-    return [s for n, s in enumerate(sequences) if n not in apart], [sequences[n] for n in sorted(apart)]
-
-
 def context_queries(
     family: Family, token_ids: Sequence[int], *, most: int, progress: Progress | None = None
 ) -> dict[int, LayerQueries]:

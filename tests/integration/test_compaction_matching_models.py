@@ -26,7 +26,6 @@ from kvtier.connectors.transformers.fitting_queries import (
     FittingSequence,
     context_queries,
     given_sequences,
-    held_apart,
     repeat_sequences,
     study_sequences,
 )
@@ -107,7 +106,7 @@ def test_latent_blocks_reproduce_the_layers_output(name: str) -> None:
             family.visible(layer, queries, rows),
             working_bytes=1 << 16,
         )
-        out = torch.zeros(family.geometry.query_heads, 20, family.geometry.value_dim, dtype=torch.float64)
+        out = torch.zeros(family.geometry.query_heads, 20, block.values.shape[1], dtype=torch.float64)
         for head, part in block.chunks():
             out[head, part] = probabilities(block.seen(part, block.logits(head, part))) @ block.values
         heads = family.head_outputs(layer, out).transpose(0, 1).reshape(20, -1)
@@ -118,7 +117,8 @@ def test_latent_blocks_reproduce_the_layers_output(name: str) -> None:
 def test_sets_are_complete_and_valid(name: str) -> None:
     model, cache, found = matched(name)
     found.check()
-    geometry = family_of(model).geometry
+    family = family_of(model)
+    geometry = family.geometry
     for layer, selection in enumerate(found.layers):
         if layer not in geometry.compactable_layers:
             assert selection.bias is None and selection.values is None
@@ -126,7 +126,8 @@ def test_sets_are_complete_and_valid(name: str) -> None:
         assert {len(k) for k in selection.kept} == {budget_tokens(TOKENS, 0.7)}
         assert all(torch.equal(k[:4], torch.arange(4)) for k in selection.kept)
         assert selection.bias is not None and len(selection.bias) == geometry.query_heads
-        assert selection.values is not None and selection.values[0].shape[1] == geometry.value_dim
+        values = family.read(cache, layer).values
+        assert selection.values is not None and selection.values[0].shape[1] == values.shape[-1]
     assert 0 < found.figures["output_error"] < 1.0 and found.figures["mass_error"] < 1.0
     assert len(found.layer_figures["output_error"]) == geometry.layers
     assert cache.get_seq_length() == TOKENS  # as it was
@@ -263,15 +264,12 @@ def test_few_queries_are_an_even_subset() -> None:
 def test_held_out_texts_are_measured_and_not_fitted() -> None:
     model = model_of("llama")
     family, cache = family_of(model), prefill(model, IDS)
-    fitting, apart = held_apart(texts(5), 0.3, seed=1)
-    assert len(fitting) == 3 and len(apart) == 2
+    fitting, apart = texts(5)[:3], texts(5)[3:]
     with_measure = match_context(family, cache, IDS, recipe(), fitting, held_out=apart)
     without = match_context(family, cache, IDS, recipe(), fitting)
     assert equal(with_measure, without)
     assert with_measure.figures["held_out_output_error"] > with_measure.figures["output_error"]
     assert "held_out_output_error" not in without.figures
-    with pytest.raises(ConfigError, match="nothing is left to fit"):
-        held_apart(texts(1), 0.5, seed=0)
 
 
 @pytest.mark.parametrize("selector", ["indexer_hak", "indexer_omp"])

@@ -58,8 +58,6 @@ class DenseFamily(Family):
             query_heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             key_dim=head_dim,
-            value_dim=head_dim,
-            output_dim=head_dim,
             rotary_dim=head_dim,
             scales=tuple(float(attn.scaling) for attn in self.layers),
             windows=tuple(int(config.sliding_window) if slides else None for slides in sliding),

@@ -40,12 +40,12 @@ class FamilyKind(str, Enum):
 class AttentionGeometry:
     """Shapes of one model's attention.
 
-    kv_heads: sets of rows per layer (1 for MLA). key_dim, value_dim: of a cached row as the queries see it (MLA:
-    latent + rotary, latent). rotary_dim: trailing columns of an MLA key that carry the position; for dense keys the
-    columns that are rotated, from the first on. output_dim: of one head's output. scales, windows: per layer; a window
-    (tokens) marks a layer that keeps only its latest rows and is left alone by compaction. softcap: see
-    `kernels.compaction.attention.logits`. index_groups: layers that share one choice of rows, in order, covering all
-    layers; one layer each where nothing is shared. index_topk: rows that a query may attend to."""
+    kv_heads: sets of rows per layer (1 for MLA). key_dim: of a cached row as the queries see it (MLA: latent + rotary).
+    rotary_dim: trailing columns of an MLA key that carry the position; for dense keys the columns that are rotated,
+    from the first on. scales, windows: per layer; a window (tokens) marks a layer that keeps only its latest rows and
+    is left alone by compaction. softcap: see `kernels.compaction.attention.logits`. index_groups: layers that share one
+    choice of rows, in order, covering all layers; one layer each where nothing is shared. index_topk: rows that a query
+    may attend to."""
 
     kind: FamilyKind
     architecture: str
@@ -53,8 +53,6 @@ class AttentionGeometry:
     query_heads: int
     kv_heads: int
     key_dim: int
-    value_dim: int
-    output_dim: int
     rotary_dim: int
     scales: tuple[float, ...]
     windows: tuple[int | None, ...]

@@ -58,8 +58,6 @@ class LatentFamily(Family):
             query_heads=int(config.num_attention_heads),
             kv_heads=1,
             key_dim=self.latent_dim + rotary_dim,
-            value_dim=self.latent_dim,
-            output_dim=self._output_dim,
             rotary_dim=rotary_dim,
             scales=tuple(float(attn.scaling) for attn in self.layers),
             windows=(None,) * layers,
