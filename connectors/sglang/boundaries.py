@@ -34,9 +34,9 @@ def is_beside(name: str) -> bool:
 
 class Beside:
     """The pages of one pool beside, for one request: `keys[i]` belongs to KV page i of its tail, and more may be added
-    before it is asked for any. window: how many of
-    them, up to the end of the prefix, must be there. spare: pin some of what else is in host memory, so that a shorter
-    prefix is ready where another rank lacks a page of the longest. Used on the scheduler's thread."""
+    before it is asked for any. window: how many of them, up to the end of the prefix, must be there. spare: pin some of
+    what else is in host memory, so that a shorter prefix is ready where another rank lacks a page of the longest. Used
+    on the scheduler's thread."""
 
     def __init__(self, store: TieredStore, name: str, keys: list[bytes], window: int, *, spare: bool = False) -> None:
         self._store = store
