@@ -132,7 +132,6 @@ class TieredStore:
             on_error=partial(self._worker_error, "promote"),
             arrived=partial(self.observer.arrived, host.name),
         )
-        self._has_shared = any(t.capabilities.shared for t in lower)
         self._classification = Classification(
             host,
             self._below,
@@ -150,6 +149,7 @@ class TieredStore:
             self._used if self._spillers else None,
             partial(self._worker_error, "observe"),
         )
+        self._has_shared = any(t.capabilities.shared for t in lower)
         for tier in (host, *lower):
             self.ledger.watch(tier.name, tier.usage)
             tier.set_removal_listener(partial(self._removed, tier.name))
@@ -332,9 +332,6 @@ class TieredStore:
             self._classification.classify(lookup, lookup.unknown())
             return lookup
 
-    def hold(self, lookup: Lookup, pages: int | None = None, *, rest: MissReason = MissReason.DEADLINE) -> bool:
-        """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
-        pages: what arrives from now on is too late for it, and must not be counted as a hit. `rest`: why ready pages
     def extend(self, lookup: Lookup, keys: Sequence[bytes], *, hashes: Sequence[bytes]) -> bool:
         """The pages that follow those which a prefix was asked for, found as in `lookup`. hashes: one per key. Counts
         as no repeated lookup. False if the lookup has ended."""
@@ -357,6 +354,9 @@ class TieredStore:
             self.ledger.polled()
         lookup.asked = time.monotonic()
 
+    def hold(self, lookup: Lookup, pages: int | None = None, *, rest: MissReason = MissReason.DEADLINE) -> bool:
+        """The request is being loaded: its pins no longer expire. With `pages`, it starts with that many of its ready
+        pages: what arrives from now on is too late for it, and must not be counted as a hit. `rest`: why ready pages
         behind these are not used. False, and nothing is held, if the lease ended before, or pages gave way to an older
         request: so many are not ready."""
         with self._lock:
@@ -465,10 +465,10 @@ class TieredStore:
             _log.warning("store closed while a tier was still busy: %d pages are not written below and lost", lost)
         for request_id in requests:
             self.settle(request_id, loaded=False)
+        self._counting.close(max(0.05, give_up - time.monotonic()))
         tiers = (self.host, *self.lower)
         closer = WorkerPool("kvtier-close", len(tiers), partial(self._worker_error, "spill"))
         for tier in tiers:
-        self._counting.close(max(0.05, give_up - time.monotonic()))
             tier.set_removal_listener(None)
             closer.submit(tier.close)
         if not closer.close(give_up + _TIER_CLOSE_S - time.monotonic()):
@@ -507,12 +507,12 @@ class TieredStore:
         for spiller in self._spillers.values():
             spiller.evicted_above(keys)
 
-    def _unpin(self, pins: Sequence[int]) -> None:
-        self._room.unpin(pins)
-
     def _used(self, keys: Sequence[bytes]) -> None:
         for spiller in self._spillers.values():
             spiller.used(keys)
+
+    def _unpin(self, pins: Sequence[int]) -> None:
+        self._room.unpin(pins)
 
     def _worker_error(self, site: str, error: BaseException) -> None:
         self.ledger.error(site)
