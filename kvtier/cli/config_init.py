@@ -49,6 +49,9 @@ def init(
     from kvtier.config import parse_bytes
 
     check_sizes(memory=memory or None, disk=disk or None)
+    for option, given in (("--memory", memory), ("--disk", disk)):
+        if given and parse_bytes(given) < _MIB:
+            raise ConfigError(f"{option} {given} is less than a page or two: give it a unit, such as 64GiB")
     host_bytes = parse_bytes(memory) if memory else _share_of_memory(preset)
     disk_bytes = parse_bytes(disk) if disk else _most_of_disk(Path(path).expanduser())
     text = text_of(preset, size_text(host_bytes), size_text(disk_bytes), path=path, url=url, socket=socket)

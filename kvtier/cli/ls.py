@@ -12,6 +12,8 @@ from kvtier.cli.place import Json, TokenFile, Where, place_of, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+_FIGURES = ("pages", "stored", "on device", "pinned")
+_COLUMNS = ("namespace", "tier", *_FIGURES, "what")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -38,24 +40,37 @@ def ls(where: Where = "http://127.0.0.1:9404", token_file: TokenFile = None, jso
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One line per namespace and tier."""
+    """One line per namespace and tier, without columns that are empty in all."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     lines = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # On a narrow terminal names take several lines; figures, and ids to copy, stay whole.
-    lines.add_column("namespace", overflow="fold", min_width=12)
-    lines.add_column("tier", overflow="fold")
-    for column in ("pages", "stored", "on device", "pinned"):
-        lines.add_column(column, justify="right", no_wrap=True)
-    lines.add_column("what", overflow="fold")
-    for row in rows:
-        hot = "" if row["hot_bytes"] is None else size(row["hot_bytes"])
-        pinned = f"{row['pinned_pages']:,}" if row["pinned_pages"] else ""
-        cells = (row["namespace"], row["tier"], f"{row['pages']:,}", size(row["cold_bytes"]), hot, pinned, what(row))
-        lines.add_row(*(Text(printable(cell)) for cell in cells))  # names are others': no markup, no escapes
+    cells = [_cells(row) for row in rows]
+    for name in _COLUMNS:
+        if not any(line[name] for line in cells):  # of kvtier serve nobody knows more than that
+            continue
+        if name in _FIGURES:
+            lines.add_column(name, justify="right", no_wrap=True)
+        else:
+            lines.add_column(name, overflow="fold", min_width=12 if name == "namespace" else None)
+    shown = [str(column.header) for column in lines.columns]
+    for line in cells:
+        lines.add_row(*(Text(printable(line[name])) for name in shown))  # names are others': no markup, no escapes
     return lines
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "namespace": row["namespace"],
+        "tier": row["tier"],
+        "pages": f"{row['pages']:,}",
+        "stored": size(row["cold_bytes"]),
+        "on device": "" if row["hot_bytes"] is None else size(row["hot_bytes"]),
+        "pinned": f"{row['pinned_pages']:,}" if row["pinned_pages"] else "",
+        "what": what(row),
+    }
 
 
 def what(row: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ def _check_size(flag: str, value: str) -> None:
     try:
         parse_bytes(value)
     except ValueError as e:
-        raise ConfigError(f"{flag} {value!r} {e}; give a size such as 64MiB") from None
+        raise ConfigError(f"{flag} {value!r} {e}") from None
 
 
 def check_writable(option: str, folder: Path) -> None:

@@ -34,14 +34,14 @@ def purge(
                 f"{_what(would)} would be deleted, and there is nobody to ask: give --yes, or --dry-run to look"
             )
         names = printable(", ".join(would["namespaces"]))
-        typer.confirm(f"Delete {_what(would)} of {names} at {printable(place.name)}?", abort=True)
+        typer.confirm(f"Delete {_what(would)} of {names} at {printable(place.name)}?", abort=True, err=True)
     done = place.act("purge", namespace, dry_run=dry_run)
     if json_output:
         typer.echo(json.dumps({**done, "dry_run": dry_run}))
-        return
-    for name in done["namespaces"]:
-        typer.echo(printable(name))
-    typer.echo(f"{'would delete' if dry_run else 'deleted'} {_what(done)}")
+    else:
+        for name in done["namespaces"]:
+            typer.echo(printable(name))
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {_what(done)}")
     if done.get("pending_pages"):
         typer.echo(
             f"not done yet: {done['pending_pages']} pages are found no longer, but a lower tier still has them, and a "

@@ -7,7 +7,8 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,11 +19,14 @@ import typer
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 _TIMEOUT_S = 10.0
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _SPARK_COLUMNS = 40
+_TIER_COLUMNS = ("tier", "used", "capacity", "full", "pages", "hits", "in/s", "out/s", "evicted")
+_SPARE = ("in/s", "out/s", "evicted", "capacity", "pages")
+"""What a narrow terminal goes without, in this order."""
 _OUT_OF_FIRST = ('kvtier_cold_bytes_total{direction="onboard"}', "kvtier_server_sent_bytes_total")
 """Bytes that leave the first tier: for the engine, or for clients of the server. Other tiers are read by the first."""
 
@@ -43,28 +47,46 @@ def top(
     The token may also be in the environment variable KVTIER_HTTP_TOKEN.
     """
     from rich.console import Console
-    from rich.live import Live
 
     client = Client(url, token_of(token_file))
     console = Console()
     if json_output:
         typer.echo(json.dumps(figures(client.status())))
         return
+
+    def look() -> RenderableType:
+        return screen(client.url, figures(client.status()), console.width)
+
+    shown = look()
     if once:
-        console.print(screen(client.url, figures(client.status())))
+        console.print(shown)
         return
     try:
-        shown = screen(client.url, figures(client.status()))
-        with Live(shown, console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while True:
-                time.sleep(interval)
-                try:
-                    shown = screen(client.url, figures(client.status()))
-                except KVTierError as error:
-                    shown = str(error)
-                live.update(shown, refresh=True)
+        _watch(console, shown, look, interval)
     except KeyboardInterrupt:
         return
+
+
+def _watch(console: Console, shown: RenderableType, look: Callable[[], RenderableType], interval: float) -> None:
+    """Until Ctrl-C: in a terminal one look in place of the other, in a file or a pipe one below the other."""
+    from rich.live import Live
+
+    if console.is_terminal:
+        place: AbstractContextManager[Live | None] = Live(shown, console=console, auto_refresh=False, screen=True)
+    else:
+        console.print(shown)
+        place = nullcontext()
+    with place as live:
+        while True:
+            time.sleep(interval)
+            try:
+                shown = look()
+            except KVTierError as error:
+                shown = str(error)
+            if live is None:
+                console.print(shown)
+            else:
+                live.update(shown, refresh=True)
 
 
 def token_of(file: Path | None) -> str:
@@ -226,8 +248,8 @@ def _quality(now: Series) -> dict[str, dict[str, float]]:
 # ---- the screen
 
 
-def screen(url: str, f: Mapping[str, Any]) -> RenderableType:
-    """Everything in one group of tables."""
+def screen(url: str, f: Mapping[str, Any], columns: int = 80) -> RenderableType:
+    """Everything in one group of tables, for a terminal of so many columns."""
     from rich.console import Group
     from rich.text import Text
 
@@ -236,7 +258,7 @@ def screen(url: str, f: Mapping[str, Any]) -> RenderableType:
     lines = [
         Text(f"kvtier {f['version']} at {url}, last {f['span_s'] / 60:.0f} min", style="bold"),
         Text(f"Hit rate {f['hit_rate']:.1%} of {f['lookups']:,.0f} pages{saved}  {sparks}"),
-        _tier_table(f["tiers"]),
+        _tier_table(f["tiers"], columns),
         _miss_table(f["misses"]),
         _codec_table(f["codec"]),
     ]
@@ -261,22 +283,34 @@ def _table(*columns: str) -> Any:
     return table
 
 
-def _tier_table(tiers: Mapping[str, Any]) -> Any:
-    table = _table("tier", "used", "capacity", "full", "pages", "hits", "in/s", "out/s", "evicted")
-    for name, t in tiers.items():
-        full = t["used_bytes"] / t["capacity_bytes"] if t["capacity_bytes"] else 0.0
-        table.add_row(
-            name,
-            _size(t["used_bytes"]),
-            _size(t["capacity_bytes"]),
-            f"{full:.0%}",
-            f"{t['pages']:,.0f}",
-            f"{t['hit_share']:.0%}",
-            _size(t["in_bytes_per_s"], 1000),
-            _size(t["out_bytes_per_s"], 1000),
-            f"{t['evicted_pages']:,.0f}",
-        )
+def _tier_table(tiers: Mapping[str, Any], columns: int) -> Any:
+    """Figures stay whole: on a narrow terminal those that can be spared are left out."""
+    rows = [_tier_row(name, t) for name, t in tiers.items()]
+    shown = list(_TIER_COLUMNS)
+    for spare in _SPARE:
+        if sum(2 + max(len(name), *(len(row[name]) for row in rows)) for name in shown) <= columns:
+            break
+        shown.remove(spare)
+    table = _table(*shown)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _tier_row(name: str, t: Mapping[str, float]) -> dict[str, str]:
+    full = t["used_bytes"] / t["capacity_bytes"] if t["capacity_bytes"] else 0.0
+    figures = (
+        name,
+        _size(t["used_bytes"]),
+        _size(t["capacity_bytes"]),
+        f"{full:.0%}",
+        f"{t['pages']:,.0f}",
+        f"{t['hit_share']:.0%}",
+        _size(t["in_bytes_per_s"], 1000),
+        _size(t["out_bytes_per_s"], 1000),
+        f"{t['evicted_pages']:,.0f}",
+    )
+    return dict(zip(_TIER_COLUMNS, figures, strict=True))
 
 
 def _miss_table(misses: Mapping[str, float]) -> Any:

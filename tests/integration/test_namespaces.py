@@ -343,6 +343,20 @@ def test_names_drive_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "\x1b" not in out.getvalue() and "[red]" in out.getvalue()
 
 
+def test_columns_that_are_empty_are_left_out_and_figures_stay_whole() -> None:
+    row: dict[str, Any] = {
+        "tier": "host", "namespace": "db0:a-long-name-of-somebody:", "pages": 12_345, "cold_bytes": 5 << 30,
+        "hot_bytes": None, "pinned_pages": 0, "description": None,
+    }  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=40).print(table([row]))
+    assert "12,345" in out.getvalue() and "5.0 GiB" in out.getvalue()
+    assert "pinned" not in out.getvalue() and "device" not in out.getvalue() and "what" not in out.getvalue()
+    out = io.StringIO()
+    Console(file=out, width=120).print(table([row, row | {"pinned_pages": 7, "hot_bytes": 16 << 30}]))
+    assert "pinned" in out.getvalue() and "16.0 GiB" in out.getvalue()
+
+
 def test_labels_of_keys_are_printable_and_different_keys_have_different_ones() -> None:
     keys = [b"\x1b[2J:1", rb"\x1b[2J:1", b"\xff:1", rb"\xff:1", b"a\nb:1", "\u202e:1".encode(), b"plain:1"]
     heads = [label_of(PageMeta(1, 0, 0, bytes(16), b"kvtier-server-1\0", bytes(9) + key)) for key in keys]
@@ -393,7 +407,10 @@ def test_a_purge_ends_when_the_pages_are_gone_from_the_disk_too(store: TieredSto
     assert listed(tmp_path / "killed") == {}
 
 
-def test_a_purge_says_what_a_slow_tier_still_has(store: TieredStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_purge_says_what_a_slow_tier_still_has(
+    store: TieredStore, url: str, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
     keys = put(store, namespace("llama"), range(200))
     assert store.flush(PATIENCE_S)
     go_on, delete_many = threading.Event(), store.lower[0].delete_many
@@ -405,8 +422,12 @@ def test_a_purge_says_what_a_slow_tier_still_has(store: TieredStore, url: str, m
     monkeypatch.setattr(store.lower[0], "delete_many", slow)
     monkeypatch.setattr(store.inventory, "_wait_s", 0.01)
     try:
-        answer = cli("purge", url, "all", "--yes")
-        assert answer.exit_code == 1 and "deleted 200 pages" in answer.stdout
+        answer = cli("purge", url, "all", "--yes", *options)
+        assert answer.exit_code == 1
+        if options:
+            assert json.loads(answer.stdout)["pending_pages"] == 200
+        else:
+            assert "deleted 200 pages" in answer.stdout
         assert "200 pages are found no longer, but a lower tier still has them" in answer.stderr
         assert store.lookup("r", keys[:3]).ready_pages == 0 and not store.lookup("r", keys[:3]).pending
         store.settle("r")

@@ -3,6 +3,7 @@ working leaves in explanations, spans and recorded lookups."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -20,9 +21,11 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rich.console import Console
 
 from kvtier.build import open_codec, open_store
 from kvtier.cli import main
+from kvtier.cli.top import Client, figures, screen
 from kvtier.config import parse_config
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
@@ -135,6 +138,36 @@ def test_top_runs_until_it_is_interrupted(server: CacheServer) -> None:
         process.wait(30)
         os.close(ours)
     assert b"Traceback" not in seen
+
+
+def test_top_in_a_pipe_prints_one_look_below_the_other(server: CacheServer) -> None:
+    """And ends with its reader."""
+    assert server.http is not None
+    command = [sys.executable, "-m", "kvtier.cli", "top", server.http.url, "--interval", "0.2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        seen = b""
+        while seen.count(b"Hit rate") < 3:
+            seen += read(process.stdout.fileno())
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_top_keeps_figures_whole_on_a_narrow_terminal(server: CacheServer, columns: int) -> None:
+    assert server.http is not None and server.http.page is not None
+    server.http.page.history.sample()
+    shown = io.StringIO()
+    figures_now = figures(Client(server.http.url).status())
+    Console(file=shown, width=columns).print(screen(server.http.url, figures_now, columns))
+    assert "host" in shown.getvalue() and "used" in shown.getvalue() and "…" not in shown.getvalue()
+    assert ("out/s" in shown.getvalue()) is (columns >= 80)
 
 
 def read(terminal: int) -> bytes:

@@ -122,6 +122,8 @@ def test_a_file_is_not_overwritten_unless_it_is_asked_for(run: Run, tmp_path: Pa
     assert run("init", str(file), "--memory", "1GiB", "--disk", "1GiB", "--force")[0] == 0
     assert load_config(file).tiers[0].type == "host"
     assert "cannot be written" in run("init", str(tmp_path / "no" / "k.yaml"), "--memory", "1GiB", "--disk", "1GiB")[2]
+    code, _, err = run("init", "-", "--memory", "64")
+    assert code == 2 and "--memory 64" in err and "give it a unit" in err
     code, _, err = run("init", "-", "--memory", "lots")
     assert code == 2 and "--memory 'lots'" in err
 
@@ -284,6 +286,7 @@ def test_files_that_are_no_configuration(run: Run, write: Callable[..., str], tm
 ADAPTER = {"type": "plugin", "module_path": "kvtier.connectors.lmcache", "class_name": "KvtierL2Adapter"}
 STORAGE = {"backend_name": "kvtier-hicache", "module_path": "kvtier.connectors.sglang.hicache"}
 REMOTE = "remote_storage_plugin.kvtier."
+LOSSLESS = {"kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", "quant": "lossless"}]}
 
 
 @pytest.mark.parametrize(
@@ -293,8 +296,12 @@ REMOTE = "remote_storage_plugin.kvtier."
         ([{**ADAPTER, "adapter_params": {"tiers": [HOST], "workerz": 1}}], "workerz", ["did you mean 'workers'"]),
         ({**ADAPTER, "adapter_params": {"attention": "vlm"}}, "attention", ["'vlm'", "vllm, sglang"]),
         ({**ADAPTER, "adapter_params": {"rope_dim": 7}}, "rope_dim", ["multiple of 16"]),
+        ({**ADAPTER, "adapter_params": {"rope_dim": 64, "attention": "vllm"}}, "rope_dim", ["is for attention = mla"]),
+        ({**ADAPTER, "adapter_params": {"rope_dim": 64, "attention": "mla"}}, "", []),
         ({**ADAPTER, "adapter_params": {"config": "/x.yaml", "salt": "x"}}, "config", ["write them into the file"]),
         ({"type": "fs", "serde": {"type": "kvtier_nvfp4", "tears": 1}}, "tears", ["did you mean 'tiers'"]),
+        ({"type": "fs", "serde": {"type": "kvtier_nvfp4", **LOSSLESS}}, "quant", ["'lossless'", "instead of a serde"]),
+        ({**ADAPTER, "adapter_params": LOSSLESS}, "", []),
         (
             {"extra_config": {f"{REMOTE}module_path": "kvtier.connectors.lmcache.remote", f"{REMOTE}workers": 0}},
             "extra_config",
