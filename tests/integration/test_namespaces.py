@@ -339,7 +339,7 @@ def test_names_drive_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "description": None,
     }  # fmt: skip
     out = io.StringIO()
-    Console(file=out, width=80).print(table([row]))
+    Console(file=out, width=200).print(table([row]))
     assert "\x1b" not in out.getvalue() and "[red]" in out.getvalue()
 
 
