@@ -91,7 +91,10 @@ def read_password(option: str, path: Path | None, variable: str = "") -> str:
     try:
         password = path.expanduser().read_text().strip("\r\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{option} = {str(path)!r} cannot be read: {e}") from e
+        reason = getattr(e, "strerror", None) or e
+        raise ConfigError(
+            f"{option} = {str(path)!r} cannot be read: {reason}; name a file that this user can read"
+        ) from e
     if not password:
         raise ConfigError(f"{option} = {str(path)!r} is empty: put the password into it")
     return password

@@ -676,7 +676,7 @@ def test_redis_cli_and_redis_benchmark_work_unchanged(tmp_path: Path) -> None:
         (["--host-capacity", "4GiB", "--nvme", "a:1GiB", "--nvme", "a:1GiB"], "names a directory twice"),
         (["--host-capacity", "4GiB", "--nvme", "a:some"], "--nvme a:some: the size must be a size"),
         (["--host-capacity", "4GiB", "--http", "9404"], "must be HOST:PORT"),
-        (["--host-capacity", "4GiB", "--password-file", "/nowhere"], "cannot be read"),
+        (["--host-capacity", "4GiB", "--password-file", "/nowhere"], "cannot be read: No such file or directory; name"),
         (["--config", "/nowhere", "--nvme", "a:1GiB"], "already says everything"),
         (["--config", "/nowhere", "--max-connections", "0"], "already says everything"),
         (["--host-capacity", "4GiB", "--max-connections", "0"], "greater than or equal to 1"),
