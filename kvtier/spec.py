@@ -11,7 +11,7 @@ import logging
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -124,10 +124,10 @@ class BufferSpec:
     rotary: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        for field, value in (("heads", self.heads), ("tokens", self.tokens), ("dim", self.dim)):
+        for name, value in (("heads", self.heads), ("tokens", self.tokens), ("dim", self.dim)):
             if value < 1:
                 raise SpecError(
-                    f"{self.role.value} buffer of layer {self.layer}: {field} = {value}, must be at least 1"
+                    f"{self.role.value} buffer of layer {self.layer}: {name} = {value}, must be at least 1"
                 )
         if self.layer < 0:
             raise SpecError(f"{self.role.value} buffer: layer = {self.layer}, must not be negative")
@@ -178,10 +178,15 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageSpec:
-    """The buffers of one page, in the order in which their bytes are laid out: by layer, K before V."""
+    """The buffers of one page, in the order in which their bytes are laid out: by layer, K before V.
+
+    hot_page_bytes: of the page on the device. hot_page_bytes_16bit: of the page at 16 bits per attention value, the
+    base that ratios are stated against. Both are asked for with every batch of pages, so they are kept."""
 
     page_tokens: int
     buffers: tuple[BufferSpec, ...]
+    hot_page_bytes: int = field(init=False, repr=False, compare=False)
+    hot_page_bytes_16bit: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.page_tokens < 1:
@@ -193,6 +198,9 @@ class PageSpec:
             raise SpecError("buffers must be ordered by layer")
         for dim in sorted({b.dim for b in self.buffers if b.role.attention and b.dim % GROUP}):
             _tell_lossless(dim)
+        wide = sum(b.values * 2 if b.role.attention else b.hot_bytes for b in self.buffers)
+        object.__setattr__(self, "hot_page_bytes", sum(b.hot_bytes for b in self.buffers))
+        object.__setattr__(self, "hot_page_bytes_16bit", wide)
 
     @staticmethod
     def mha(
@@ -256,15 +264,6 @@ class PageSpec:
             )
         first = self.buffers[-1].layer + 1
         return self.with_buffers(replace(b, layer=b.layer + first) for b in draft.buffers)
-
-    @property
-    def hot_page_bytes(self) -> int:
-        return sum(b.hot_bytes for b in self.buffers)
-
-    @property
-    def hot_page_bytes_16bit(self) -> int:
-        """The page counted at 16 bits per attention value: the base that ratios are stated against."""
-        return sum(b.values * 2 if b.role.attention else b.hot_bytes for b in self.buffers)
 
     @property
     def num_layers(self) -> int:
