@@ -17,7 +17,7 @@ HELP = """\
 kvtier: KV chunks as cold pages in host memory, on NVMe and in Redis.
 - attention (str): how the engine lays out attention: vllm, sglang, mla, or none (default): nothing is
   quantized, chunks are stored as they are
-- rope_dim (int): with mla, columns at the end of a row that carry a rotary position (default 0: not told apart)
+- rope_dim (int): with mla only, columns at the end of a row that carry a rotary position (default 0: not told apart)
 - instance (str): name of this adapter in its metrics and status (default kvtier)
 - weights (str): what tells models of one name apart, such as a revision (default none)
 - config (str): a file with kvtier's configuration block; or its options right here: tiers,
@@ -53,10 +53,11 @@ class AdapterOptions:
             config = parse_config(block if "tiers" in block else {**DEFAULT_CONFIG, **block})
         if config.compacted:
             raise ConfigError("compacted: only SGLang serves compacted prefixes (--kv-connector kvtier); leave it out")
+        attention = _attention(own.get("attention", "none"))
         return AdapterOptions(
             config,
-            _attention(own.get("attention", "none")),
-            _whole_number("rope_dim", own.get("rope_dim", 0)),
+            attention,
+            _rope_dim(own.get("rope_dim", 0), attention),
             _text("instance", own.get("instance", "kvtier")),
             _text("weights", own.get("weights", "")),
         )
@@ -88,9 +89,14 @@ def _attention(value: Any) -> Attention:
         raise ConfigError(f"attention = {value!r}: give one of {known}") from None
 
 
-def _whole_number(option: str, value: Any) -> int:
+def _rope_dim(value: Any, attention: Attention) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 16:
-        raise ConfigError(f"{option} = {value!r}: give a multiple of 16, or 0")
+        raise ConfigError(f"rope_dim = {value!r}: give a multiple of 16, or 0")
+    if value and attention is not Attention.MLA:
+        raise ConfigError(
+            f"rope_dim = {value!r}: only rows of MLA hold a rotary part beside another, and attention = "
+            f"{attention.value!r}; leave rope_dim out, or set attention to mla"
+        )
     return value
 
 

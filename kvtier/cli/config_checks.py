@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from kvtier.cli.config_sources import Block
+from kvtier.cli.config_sources import SERDE, Block
 from kvtier.cli.config_text import leaves, size_text
 from kvtier.cli.doctor_line import size
 from kvtier.cli.doctor_machine import memory_bytes
@@ -51,6 +51,8 @@ def remarks(config: BaseModel, block: Block, path: Path | None) -> Iterator[Rema
         yield from _http(http)
     if not isinstance(config, Config):
         return
+    if block.what == SERDE:
+        yield from _serde(config)
     for n, tier in enumerate(config.tiers):
         place: Place = ("tiers", n)
         if isinstance(tier, HostTierConfig):
@@ -79,6 +81,18 @@ def _warn(place: Place, value: Any, text: str, fix: str) -> Remark:
 def _error(place: Place, value: Any, error: ConfigError) -> Remark:
     """One of our own messages, whose way out stands in the text."""
     return Remark("error", place, value, str(error), "")
+
+
+def _serde(config: Config) -> Iterator[Remark]:
+    """LMCache allocates a record before it is made, so its size must follow from the geometry alone."""
+    for n, method in enumerate(config.kv_cache_compression_config):
+        if method is config.cold_page and config.cold_page.quant == "lossless":
+            place: Place = ("kv_cache_compression_config", n, "quant")
+            error = ConfigError(
+                f"option {written(place)!r} = 'lossless': its pages vary in size, which LMCache's serdes cannot have; "
+                "use another quant, or the adapter kvtier.connectors.lmcache instead of a serde"
+            )
+            yield _error(place, "lossless", error)
 
 
 def _without_unit(config: BaseModel, block: Block) -> Iterator[Remark]:

@@ -32,6 +32,7 @@ _REMOTE = "remote_storage_plugin."
 _SGLANG_LINKER, _SGLANG_STORAGE = "kvtier.connectors.sglang.linker", "kvtier.connectors.sglang.hicache"
 _SMALL = {"tiers": [{"type": "host", "capacity": "4GiB"}]}
 """What the engines' doors take where a block has no tiers."""
+SERDE = "LMCache serde"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _blocks(document: Any, place: Place = ()) -> Iterator[Block]:
         return
     if document.get("type") == _LMCACHE_SERDE:
         rest = {k: v for k, v in document.items() if k not in ("type", "max_workers")}
-        yield Block(place, "LMCache serde", rest, True)
+        yield Block(place, SERDE, rest, True)
         return
     if module == _SGLANG_STORAGE:
         yield from _reference(document, place)
@@ -199,6 +200,8 @@ def _own_mistakes(block: Block) -> Iterator[Mistake]:
         yield wrong("attention", attention, f"give one of {', '.join(LMCACHE_ATTENTION)}")
     if not isinstance(rope, int) or isinstance(rope, bool) or rope < 0 or rope % 16:
         yield wrong("rope_dim", rope, "give a multiple of 16, or 0")
+    elif rope and attention != "mla":
+        yield wrong("rope_dim", rope, "is for attention = mla alone; leave it out, or set attention to mla")
     for option in ("instance", "weights", "config"):
         if not isinstance(given.get(option, ""), str):
             yield wrong(option, given[option], "give text")

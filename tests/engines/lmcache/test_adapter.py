@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -284,6 +285,8 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
     [
         ({"attention": "yes"}, "attention = 'yes': give one of vllm, sglang, mla, none"),
         ({"rope_dim": 10}, "rope_dim = 10: give a multiple of 16"),
+        ({"rope_dim": 64, "attention": "vllm"}, "rope_dim = 64: only rows of MLA"),
+        ({"rope_dim": 64}, "leave rope_dim out, or set attention to mla"),
         ({"config": "/etc/x.yaml", "tiers": []}, "write them into the file"),
         ({"config": "/nowhere/x.yaml"}, "cannot be read"),
         ({"capacity": "1GiB"}, "unknown option 'capacity'"),
@@ -366,3 +369,19 @@ def _hashes(keys: Sequence[Any]) -> list[bytes]:
     from kvtier.connectors.lmcache.identity import encode_key
 
     return [encode_key(key) for key in keys]
+
+
+def test_our_deadlines_end_before_those_of_lmcache() -> None:
+    """Read from LMCache as it is installed: its locks on memory that we copy from and into, and the patience of those
+    who ask its server. A stored chunk waits for room, a chunk to be loaded for its tiers."""
+    from lmcache.integration.vllm.vllm_multi_process_adapter import DEFAULT_MQ_TIMEOUT
+    from lmcache.v1.distributed.config import L1ManagerConfig
+
+    from kvtier.config import Config, RedisTierConfig
+
+    ours = Config.model_validate({"tiers": [{"type": "host", "capacity": "1GiB"}]})
+    redis = RedisTierConfig.model_fields["timeout"].default
+    theirs = {field.name: field.default for field in dataclasses.fields(L1ManagerConfig)}
+    assert ours.offload_wait + ours.promote_deadline < theirs["read_ttl_seconds"], "memory that is being stored"
+    assert ours.promote_deadline + ours.lease < theirs["write_ttl_seconds"], "memory that is being loaded into"
+    assert ours.promote_deadline + redis < DEFAULT_MQ_TIMEOUT, "an engine that waits for a lookup"
