@@ -126,9 +126,7 @@ class BufferSpec:
     def __post_init__(self) -> None:
         for name, value in (("heads", self.heads), ("tokens", self.tokens), ("dim", self.dim)):
             if value < 1:
-                raise SpecError(
-                    f"{self.role.value} buffer of layer {self.layer}: {name} = {value}, must be at least 1"
-                )
+                raise SpecError(f"{self.role.value} buffer of layer {self.layer}: {name} = {value}, must be at least 1")
         if self.layer < 0:
             raise SpecError(f"{self.role.value} buffer: layer = {self.layer}, must not be negative")
         self._check_fp8_scale()
