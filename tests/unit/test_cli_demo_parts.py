@@ -202,8 +202,8 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
         ("--sessions 7", ("--sessions 7", "1 to 2")),
         ("--output /dev/null/x", ("--output", "/dev/null/x", "writable")),
         ("--directory /dev/null/x", ("--directory", "/dev/null/x", "writable")),
-        ("--host-capacity -5MiB", ("--host-capacity", "'-5MiB'", "64MiB")),
-        ("--nvme-capacity lots", ("--nvme-capacity", "'lots'", "64MiB")),
+        ("--host-capacity -5MiB", ("--host-capacity", "'-5MiB'", "64GiB")),
+        ("--nvme-capacity lots", ("--nvme-capacity", "'lots'", "64GiB")),
         ("--codec zip", ("--codec", "zip")),
     ],
 )
