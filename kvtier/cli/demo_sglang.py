@@ -21,7 +21,7 @@ from kvtier.cli.demo import DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.metrics_text import samples
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
-from kvtier.cli.sessions import Turn, load_turns
+from kvtier.cli.sessions import Request, load_turns, tokenized
 from kvtier.codecs import registry
 from kvtier.config import parse_bytes
 from kvtier.errors import KVTierError
@@ -30,13 +30,6 @@ from kvtier.spec import DType, PageSpec
 
 _WARM_UP_TOKENS = 256
 _SETTLE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    turn: Turn
-    prompt: list[int]
-    output: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +48,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     _, transformers = import_transformers()
     folder = ensure_model(console=console)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    requests = [
-        _Request(turn, tokenizer(turn.prompt)["input_ids"], tokenizer(turn.output)["input_ids"]) for turn in turns
-    ]
+    requests = tokenized(turns, tokenizer)
     spec = _page_spec(transformers.AutoConfig.from_pretrained(folder), options.page_tokens)
     cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
     pages = max(len(r.prompt) + len(r.output) for r in requests) // options.page_tokens + 4
@@ -103,7 +94,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     )
 
 
-def _recompute(engine: Any, request: _Request, progress: Progress) -> _Served:
+def _recompute(engine: Any, request: Request, progress: Progress) -> _Served:
     answer = _serve(engine, request)
     _flush(engine)
     progress.advance(progress.task_ids[0], len(request.prompt))
@@ -111,7 +102,7 @@ def _recompute(engine: Any, request: _Request, progress: Progress) -> _Served:
 
 
 def _restore(
-    engine: Any, metrics: _Metrics, request: _Request, plain: _Served, progress: Progress
+    engine: Any, metrics: _Metrics, request: Request, plain: _Served, progress: Progress
 ) -> tuple[TurnResult, _Served]:
     before = metrics.read("kvtier_hits_total")
     answer = _serve(engine, request)
@@ -132,7 +123,7 @@ def _restore(
     return result, answer
 
 
-def _serve(engine: Any, request: _Request) -> _Served:
+def _serve(engine: Any, request: Request) -> _Served:
     """The prompt for its first token, and then the prompt with the recorded output for what the model would have said:
     the second finds the first's pages on the device, restored ones among them."""
     greedy = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
@@ -256,7 +247,7 @@ def _page_spec(model: Any, page_tokens: int) -> PageSpec:
 
 
 @contextmanager
-def _progress(requests: list[_Request], console: Console) -> Iterator[Progress]:
+def _progress(requests: list[Request], console: Console) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         progress.add_task("serving twice", total=2 * sum(len(r.prompt) for r in requests))

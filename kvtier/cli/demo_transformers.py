@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,13 @@ from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.cli.demo import DemoCodec, DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
-from kvtier.cli.sessions import Turn, load_turns
+from kvtier.cli.sessions import Request, load_turns, tokenized
 from kvtier.codecs import registry
 from kvtier.config import Config, parse_bytes, parse_config
 from kvtier.errors import KVTierError
 
 _WARM_UP_TOKENS = 256
 _SPILL_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    turn: Turn
-    prompt: list[int]
-    output: list[int]
 
 
 def run(options: DemoOptions, console: Console) -> DemoResult:
@@ -45,9 +37,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     with console.status(f"loading {MODEL_NAME}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    requests = [
-        _Request(turn, tokenizer(turn.prompt)["input_ids"], tokenizer(turn.output)["input_ids"]) for turn in turns
-    ]
+    requests = tokenized(turns, tokenizer)
     spec = page_spec_of(model.config, page_tokens=options.page_tokens, dtype=DType.FP32)
     with _directory(options.directory) as directory:
         cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
@@ -73,9 +63,7 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     )
 
 
-def _serve(
-    compute: _Compute, prefixes: Any, requests: list[_Request], console: Console
-) -> tuple[list[TurnResult], int]:
+def _serve(compute: _Compute, prefixes: Any, requests: list[Request], console: Console) -> tuple[list[TurnResult], int]:
     results: list[TurnResult] = []
     agreeing = 0
     columns = (

@@ -19,9 +19,8 @@ from kvtier.spec import DType, GlobalScale
 
 if TYPE_CHECKING:
     from kvtier.replay.page import BlockBytes
-    from kvtier.replay.simulate import Timing
+    from kvtier.replay.simulate import ClosedLoop, Timing
     from kvtier.replay.stack import Placement, TierPlan
-    from kvtier.replay.sweep import ClosedLoop
     from kvtier.replay.trace import Trace
 
 ENGINE = "Engine model"
@@ -160,8 +159,8 @@ def replay(
 ) -> None:
     """Hit rates, bytes moved and time to first token of a trace, for any tiers, sizes and codecs."""
     from kvtier.replay.formats import TraceFormat, read_trace
+    from kvtier.replay.simulate import ClosedLoop
     from kvtier.replay.stack import Placement, check_stack, parse_tier
-    from kvtier.replay.sweep import ClosedLoop
 
     at_least(1, bytes_per_token=bytes_per_token, page_tokens=page_tokens, block_tokens=block_tokens)
     at_least(1, sessions=sessions, requests=requests)
@@ -184,13 +183,13 @@ def replay(
     weight = _block_bytes(loaded, bytes_per_token, model, page, page_tokens, dtype, global_scale)
     where = Placement[placement.name]
     duration_s = _seconds("--duration", duration) if duration is not None else math.inf
+    loop = None if sessions is None else ClosedLoop(sessions, duration_s)
     if sweep:
-        loop = None if sessions is None else ClosedLoop(sessions, duration_s)
         _sweep(trace, loaded, tiers, weight, where, timing, loop, sizes, show or Show.HIT_RATE, plot, as_json)
     elif live:
         _live(loaded, tiers, codec, weight, where, live_page_bytes, as_json)
     else:
-        _replay(trace, loaded, tiers, codec, weight, where, timing, sessions, duration_s, as_json)
+        _replay(trace, loaded, tiers, codec, weight, where, timing, loop, as_json)
 
 
 def _replay(
@@ -201,23 +200,14 @@ def _replay(
     weight: BlockBytes,
     placement: Placement,
     timing: Timing,
-    sessions: int | None,
-    duration_s: float,
+    loop: ClosedLoop | None,
     as_json: bool,
 ) -> None:
     from kvtier.replay.page import ReplayCodec
-    from kvtier.replay.report import ReplayInput, closed_report, open_report
-    from kvtier.replay.simulate import cache_plan, run_closed, run_open
+    from kvtier.replay.report import ReplayInput, replay
 
     replayed = ReplayCodec(codec.value)
-    nbytes = weight(replayed)
-    plan = cache_plan(tiers, nbytes, placement)
-    speeds = timing.speeds(tiers, nbytes)
-    given = ReplayInput(trace, tiers, replayed, nbytes)
-    if sessions is None:
-        report = open_report(given, run_open(trace, plan), speeds)
-    else:
-        report = closed_report(given, run_closed(trace, plan, speeds, sessions, duration_s), sessions, duration_s)
+    report = replay(ReplayInput(trace, tiers, replayed, weight(replayed)), placement, timing, loop)
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -22,6 +23,19 @@ class Turn:
     at_s: float
     prompt: str
     output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A turn in tokens."""
+
+    turn: Turn
+    prompt: list[int]
+    output: list[int]
+
+
+def tokenized(turns: Iterable[Turn], tokenizer: Any) -> list[Request]:
+    return [Request(turn, tokenizer(turn.prompt)["input_ids"], tokenizer(turn.output)["input_ids"]) for turn in turns]
 
 
 def load_turns(sessions: int | None = None, turns: int | None = None) -> list[Turn]:

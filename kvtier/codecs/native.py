@@ -39,6 +39,24 @@ class Pages(NamedTuple):
     offsets: npt.NDArray[np.int64]
 
 
+_Places = tuple[
+    npt.NDArray[np.int64], npt.NDArray[np.int32], int, npt.NDArray[np.uint8], npt.NDArray[np.int64], int, int
+]
+
+
+def _places(layout: ColdLayout, pages: Pages) -> _Places:
+    """What every native call takes after its plan: the pages, and where in the arena what of them lies."""
+    return (
+        np.ascontiguousarray(pages.ids, np.int64),
+        np.ascontiguousarray(pages.valid_tokens, np.int32),
+        layout.spec.page_tokens,
+        pages.arena,
+        np.ascontiguousarray(pages.offsets, np.int64),
+        layout.cold_page_bytes,
+        layout.scale_table_offset,
+    )
+
+
 def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[np.uint64]) -> EncodeResult:
     """One call for the batch, native, or a launch where the pool's device is. Raises CodecError before anything is
     written."""
@@ -51,19 +69,8 @@ def encode(layout: ColdLayout, pool: HotPool, pages: Pages, seeds: npt.NDArray[n
     checksums = np.zeros((count, 16), np.uint8)
     refused = np.zeros(count, np.uint8)
     try:
-        _native.encode_pages(
-            plan,
-            np.ascontiguousarray(pages.ids, np.int64),
-            np.ascontiguousarray(pages.valid_tokens, np.int32),
-            layout.spec.page_tokens,
-            pages.arena,
-            np.ascontiguousarray(pages.offsets, np.int64),
-            layout.cold_page_bytes,
-            layout.scale_table_offset,
-            np.ascontiguousarray(seeds, np.uint64),
-            checksums,
-            refused,
-        )
+        seeds = np.ascontiguousarray(seeds, np.uint64)
+        _native.encode_pages(plan, *_places(layout, pages), seeds, checksums, refused)
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
     return EncodeResult(checksums, refused != 0)
@@ -93,18 +100,7 @@ def parts_of(layout: ColdLayout, buffers: range | None) -> range:
 def decode_parts(layout: ColdLayout, plan: npt.NDArray[np.int64], pages: Pages, parts: range) -> None:
     """The native call. Everything is checked first, so that one of no parts is a check and no more."""
     try:
-        _native.decode_pages(
-            plan,
-            np.ascontiguousarray(pages.ids, np.int64),
-            np.ascontiguousarray(pages.valid_tokens, np.int32),
-            layout.spec.page_tokens,
-            pages.arena,
-            np.ascontiguousarray(pages.offsets, np.int64),
-            layout.cold_page_bytes,
-            layout.scale_table_offset,
-            parts.start,
-            parts.stop,
-        )
+        _native.decode_pages(plan, *_places(layout, pages), parts.start, parts.stop)
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
 
@@ -118,17 +114,7 @@ def errors(layout: ColdLayout, pool: HotPool, pages: Pages) -> npt.NDArray[np.fl
     plan = plan_of(layout, pool)
     sums = np.zeros((len(pages.ids), len(layout.parts), 2))
     try:
-        _native.page_errors(
-            plan,
-            np.ascontiguousarray(pages.ids, np.int64),
-            np.ascontiguousarray(pages.valid_tokens, np.int32),
-            layout.spec.page_tokens,
-            pages.arena,
-            np.ascontiguousarray(pages.offsets, np.int64),
-            layout.cold_page_bytes,
-            layout.scale_table_offset,
-            sums,
-        )
+        _native.page_errors(plan, *_places(layout, pages), sums)
     except (ValueError, TypeError) as e:
         raise _error(e, pages.arena) from e
     return np.add.reduceat(sums, _first_parts(layout)[:-1], axis=1)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from kvtier.replay.page import ReplayCodec
 from kvtier.replay.reference import ClosedRun, Counts, Speeds
-from kvtier.replay.simulate import idle_ttft_s
-from kvtier.replay.stack import TierPlan
+from kvtier.replay.simulate import ClosedLoop, Timing, cache_plan, idle_ttft_s, run_closed, run_open
+from kvtier.replay.stack import Placement, TierPlan
 from kvtier.replay.trace import Trace
 
 CONVENTIONS = {
@@ -30,6 +30,16 @@ class ReplayInput:
     tiers: tuple[TierPlan, ...]
     codec: ReplayCodec
     block_bytes: int
+
+
+def replay(given: ReplayInput, placement: Placement, timing: Timing, loop: ClosedLoop | None) -> dict[str, Any]:
+    """Run it, at the arrival times of the trace or in a closed loop, and report."""
+    plan = cache_plan(given.tiers, given.block_bytes, placement)
+    speeds = timing.speeds(given.tiers, given.block_bytes)
+    if loop is None:
+        return open_report(given, run_open(given.trace, plan), speeds)
+    run = run_closed(given.trace, plan, speeds, loop.concurrency, loop.duration_s)
+    return closed_report(given, run, loop.concurrency, loop.duration_s)
 
 
 def open_report(given: ReplayInput, counts: Counts, speeds: Speeds) -> dict[str, Any]:

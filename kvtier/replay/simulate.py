@@ -42,6 +42,14 @@ class Timing:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many users for so long, each sending on as it is answered, rather than the arrivals of the trace."""
+
+    concurrency: int
+    duration_s: float
+
+
 def cache_plan(tiers: tuple[TierPlan, ...], block_bytes: int, placement: Placement) -> CachePlan:
     """The stack in blocks of `block_bytes`."""
     if block_bytes < 1:

@@ -8,8 +8,8 @@ from enum import Enum
 
 from kvtier.errors import ConfigError
 from kvtier.replay.page import BlockBytes, ReplayCodec
-from kvtier.replay.report import ReplayInput, closed_report, open_report
-from kvtier.replay.simulate import Timing, cache_plan, run_closed, run_open
+from kvtier.replay.report import ReplayInput, replay
+from kvtier.replay.simulate import ClosedLoop, Timing
 from kvtier.replay.stack import UNLIMITED, Placement, TierPlan
 from kvtier.replay.trace import Trace
 
@@ -42,14 +42,6 @@ _LABELS = {
 }
 
 Curve = tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedLoop:
-    """Run every point with so many users for so long, rather than at the arrivals of the trace."""
-
-    concurrency: int
-    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +105,7 @@ def _point(
     timing: Timing,
     loop: ClosedLoop | None,
 ) -> dict[Metric, float]:
-    nbytes = block_bytes(codec)
-    plan = cache_plan(tiers, nbytes, placement)
-    speeds = timing.speeds(tiers, nbytes)
-    given = ReplayInput(trace, tiers, codec, nbytes)
-    if loop is None:
-        report = open_report(given, run_open(trace, plan), speeds)
-    else:
-        run = run_closed(trace, plan, speeds, loop.concurrency, loop.duration_s)
-        report = closed_report(given, run, loop.concurrency, loop.duration_s)
+    report = replay(ReplayInput(trace, tiers, codec, block_bytes(codec)), placement, timing, loop)
     rates, ttft = report["hit_rate"], report["ttft_s"]
     point = {
         Metric.HIT_RATE: rates["total"],
