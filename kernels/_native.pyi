@@ -89,9 +89,10 @@ def receive(fd: int, out: Any, hashes: list[Xxh3], until: float) -> tuple[int, i
     with errno 0: the stream ended. The socket's SO_RCVTIMEO ends a wait, and the time `until` (`time.monotonic`) the
     whole, with EAGAIN."""
 
-def send_pages(fd: int, pipe_out: int, pipe_in: int, data: Any, until: float) -> tuple[int, int]:
-    """Send `data` by reference through an empty pipe: it must not change until the peer has read it. Something else
-    must be sent after it. (bytes sent, errno); after an error socket and pipe are of no more use. Deadlines as in
+def send_pages(fd: int, pipe_out: int, pipe_in: int, before: bytes, data: Any, until: float) -> tuple[int, int]:
+    """Send `before`, and then `data` by reference through an empty pipe: it must not change until the peer has read it.
+    Less than a page at the start of `data` is copied. Something else must be sent after it. (bytes sent of both,
+    errno); after an error the pipe is of no more use, and the socket neither if a page was sent. Deadlines as in
     `receive`, with SO_SNDTIMEO."""
 
 def page_keys(namespace_digest: bytes, hashes: bytes, hash_bytes: int) -> bytes: ...

@@ -11,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "xxh3.h"
@@ -23,6 +25,7 @@ namespace {
 
 // Small enough to stay in the second level of the cache between the copy and the hash.
 constexpr size_t kPieceBytes = 256 << 10;
+constexpr size_t kPageBytes = 4096;
 
 class View {
  public:
@@ -228,41 +231,43 @@ nb::tuple read_value(int fd, nb::handle buffer, size_t start, size_t end, nb::ha
   return nb::make_tuple(start, end, nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest), error);
 }
 
-// None, or (where the rest begins, arguments, how many are left): see the stub.
-nb::object read_words(nb::handle buffer, size_t start, size_t end, int64_t args_max, int64_t bulk_max) {
-  const View view(buffer, PyBUF_SIMPLE);
-  if (end > view.size() || start >= end) return nb::none();
-  const char* at = reinterpret_cast<const char*>(view.data()) + start;
-  const char* const begin = at - start;
-  const char* const stop = begin + end;
-  if (*at++ != '*') return nb::none();
-  const int64_t count = number_line(at, stop, args_max);
-  if (count < 1) return nb::none();
-  const char* name = nullptr;
-  int64_t name_bytes = 0, index = 0;
-  nb::list words;
-  for (; index < count && !is_value(name, name_bytes, index); ++index) {
-    const char* head = at;
-    if (head == stop || *head++ != '$') break;
-    const int64_t length = number_line(head, stop, bulk_max);
-    if (length < 0 || stop - head < length + 2 || head[length] != '\r' || head[length + 1] != '\n') break;
-    if (!index) name = head, name_bytes = length;
-    words.append(nb::bytes(head, size_t(length)));
-    at = head + length + 2;
+// `before` and what `data` has before its first whole page are copied; (bytes sent of these, errno).
+std::pair<size_t, int> send_start(int fd, const uint8_t* before, size_t before_bytes, uint8_t* data, size_t lead) {
+  size_t sent = 0;
+  while (sent < before_bytes + lead) {
+    const size_t of_lead = sent > before_bytes ? sent - before_bytes : 0, of_before = sent - of_lead;
+    iovec parts[2] = {{const_cast<uint8_t*>(before) + of_before, before_bytes - of_before},
+                      {data + of_lead, lead - of_lead}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    const ssize_t n = sendmsg(fd, &message, MSG_MORE | MSG_NOSIGNAL);
+    if (n >= 0) {
+      sent += size_t(n);
+    } else if (errno == EINTR) {
+      check_signals();
+    } else {
+      return {sent, errno};
+    }
   }
-  return nb::make_tuple(size_t(at - begin), words, count - index);
+  return {sent, 0};
 }
 
-// Page references go through the pipe to the socket; nothing is copied here. (bytes sent, errno). What was put into the
-// pipe and could not be sent is lost: after an error neither socket nor pipe can be used any further. The kernel is told
-// that more follows, so something must.
-nb::tuple send_pages(int fd, int pipe_out, int pipe_in, nb::handle data, double until) {
+// Page references go through the pipe to the socket; nothing but the start is copied here. (bytes sent, errno). What was
+// put into the pipe and could not be sent is lost: after an error neither socket nor pipe can be used any further. The
+// kernel is told that more follows, so something must.
+nb::tuple send_pages(int fd, int pipe_out, int pipe_in, const nb::bytes& before, nb::handle data, double until) {
   const View view(data, PyBUF_SIMPLE);
-  size_t sent = 0, in_pipe = 0;
-  int error = 0;
+  const uint8_t* const first = reinterpret_cast<const uint8_t*>(before.c_str());
+  const size_t before_bytes = before.size();
+  // From a page's start on, so that no more pages are handed over than the data has, which mostly fill the pipe.
+  const size_t lead = std::min(view.size(), (kPageBytes - reinterpret_cast<uintptr_t>(view.data()) % kPageBytes) % kPageBytes);
+  size_t sent = lead, in_pipe = 0, started;
+  int error;
   {
     nb::gil_scoped_release nogil;
-    while (sent < view.size()) {
+    std::tie(started, error) = send_start(fd, first, before_bytes, view.data(), lead);
+    while (!error && sent < view.size()) {
       if (!in_pipe) {
         const iovec part{view.data() + sent, view.size() - sent};
         const ssize_t n = vmsplice(pipe_in, &part, 1, 0);
@@ -283,13 +288,10 @@ nb::tuple send_pages(int fd, int pipe_out, int pipe_in, nb::handle data, double 
       }
       in_pipe -= size_t(n);
       sent += size_t(n);
-      if (sent < view.size() && now_s() >= until) {
-        error = EAGAIN;
-        break;
-      }
+      if (sent < view.size() && now_s() >= until) error = EAGAIN;
     }
   }
-  return nb::make_tuple(sent, error);
+  return nb::make_tuple(started + sent - lead, error);
 }
 
 }  // namespace
@@ -299,7 +301,6 @@ void bind_sockets(nb::module_& m) {
       .def(nb::init<uint64_t>(), "seed"_a = 0)
       .def("update", &update, "buffer"_a)
       .def("digest", &digest, "16 bytes, as xxh3_128 of all pieces; more may follow");
-  m.def("read_words", &read_words, "buffer"_a, "start"_a, "end"_a, "args_max"_a, "bulk_max"_a);
   m.attr("CLOSED") = kClosed;
   m.attr("NO_LINE_END") = kNoLineEnd;
   m.def("read_command", &read_command, "fd"_a, "buffer"_a, "start"_a, "end"_a, "args_max"_a, "bulk_max"_a,
@@ -307,5 +308,5 @@ void bind_sockets(nb::module_& m) {
   m.def("read_value", &read_value, "fd"_a, "buffer"_a, "start"_a, "end"_a, "out"_a, "key"_a);
   m.def("update_all", &update_all, "buffer"_a, "hashes"_a);
   m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
-  m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "data"_a, "until"_a);
+  m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "before"_a, "data"_a, "until"_a);
 }

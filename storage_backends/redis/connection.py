@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import socket
 import ssl
@@ -29,7 +30,10 @@ _PARTS_MAX = 512
 """Buffers per sendmsg; the kernel takes 1 024."""
 _TEXT_MAX = 64 << 20
 _REFERENCE_MIN_BYTES = 64 << 10
+_REFERENCE_MIN_TCP_BYTES = 384 << 10
 """Copying less than this is cheaper than handing over its pages."""
+_JOINED_MAX_BYTES = 64 << 10
+_NEVER = 1 << 62
 _PIPE_BYTES = 1 << 20
 _NO_REFERENCES = (errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EMFILE, errno.ENFILE)
 """What kernels, sandboxes and memory of devices say that cannot be sent by reference."""
@@ -85,7 +89,10 @@ class Connection:
         except (OSError, ssl.SSLError) as e:
             raise LostError(f"{address}: {e}") from e
         self._tls = isinstance(self._socket, ssl.SSLSocket)
-        self._references = not self._tls
+        self._fd = self._socket.fileno()
+        self._reference_min = _REFERENCE_MIN_BYTES if address.path else _REFERENCE_MIN_TCP_BYTES
+        if self._tls:
+            self._reference_min = _NEVER
         try:
             self._log_in(options, database)
         except BaseException:
@@ -121,24 +128,35 @@ class Connection:
         page: Buffer | None = None
         for part in parts:
             if page is not None:
-                self._gather(waiting, more=True)
-                waiting = [] if self._send_pages(page) else [page]
+                waiting = self._send_pages(waiting, page)
                 page = None
-            if self._references and len(part) >= _REFERENCE_MIN_BYTES:
-                page = part
-            else:
+            if len(part) < self._reference_min:
                 waiting.append(part)
+            else:
+                page = part
         if page is not None:
             waiting.append(page)
-        self._gather(waiting)
+        if waiting:
+            self._gather(waiting)
 
-    def _gather(self, parts: Sequence[Buffer], *, more: bool = False) -> None:
+    def _gather(self, parts: Sequence[Buffer], flags: int = 0) -> None:
+        self._arm(socket.SO_SNDTIMEO)
+        if len(parts) == 1 and len(parts[0]) <= _SMALL_BYTES:  # nearly always all of it, and without the detours
+            try:
+                sent = self._socket.send(parts[0], flags)
+            except BlockingIOError:
+                raise DeadlineError("the server does not take what is sent") from None
+            except OSError as e:
+                raise LostError(f"sending: {e}") from e
+            if sent == len(parts[0]):
+                return
+            parts = [memoryview(parts[0])[sent:]]
         waiting = [memoryview(p) for p in parts if len(p)]
         at = 0
         while at < len(waiting):
             self._arm(socket.SO_SNDTIMEO)
             try:
-                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX], (), socket.MSG_MORE if more else 0)
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX], (), flags)
             except BlockingIOError:
                 raise DeadlineError("the server does not take what is sent") from None
             except OSError as e:
@@ -149,22 +167,25 @@ class Connection:
             if sent:
                 waiting[at] = waiting[at][sent:]
 
-    def _send_pages(self, data: Buffer) -> bool:
-        """Send `data` by reference; False: nothing was sent, since that cannot be done here."""
+    def _send_pages(self, before: list[Buffer], data: Buffer) -> list[Buffer]:
+        """Send what comes before `data`, and that by reference; what is left of both where that cannot be done here."""
+        if sum(map(len, before)) > _JOINED_MAX_BYTES:
+            self._gather(before, socket.MSG_MORE)
+            before = []
+        start = b"".join(before)
         self._arm(socket.SO_SNDTIMEO)
-        error = 0
         try:
             if self._pipe is None:
                 self._pipe = _pipe()
-            sent, error = _native.send_pages(self._socket.fileno(), *self._pipe, data, self._until)
+            sent, error = _native.send_pages(self._fd, *self._pipe, start, data, self._until)
         except OSError as e:
             sent, error = 0, e.errno or errno.ENOSYS
         if not error:
-            return True
+            return []
         self._close_pipe()
-        if not sent and error in _NO_REFERENCES:
-            self._references = False
-            return False
+        if sent < len(start) + mmap.PAGESIZE and error in _NO_REFERENCES:
+            self._reference_min = _NEVER
+            return [start[sent:], memoryview(data)[max(0, sent - len(start)) :]]
         if error == errno.EAGAIN:
             raise DeadlineError("the server does not take what is sent")
         raise LostError(f"sending: {os.strerror(error)}")
@@ -231,7 +252,7 @@ class Connection:
             piece = out[taken:]
             if fed and not self._tls and len(piece) > _SMALL_BYTES:
                 self._arm(socket.SO_RCVTIMEO)
-                got, error = _native.receive(self._socket.fileno(), piece, fed, self._until)
+                got, error = _native.receive(self._fd, piece, fed, self._until)
                 if error == errno.EAGAIN:
                     raise DeadlineError("the server does not answer")
                 if error:
@@ -319,7 +340,9 @@ class Connection:
 
     def _arm(self, which: int) -> None:
         """Let the kernel wake the next call at the deadline. A timeout that is right within a few percent stays."""
-        left = self._left()
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the deadline passed")
         if not 0.97 * self._armed[which] <= left <= self._armed[which]:
             seconds, micros = divmod(int(left * 1e6) + 1, 1_000_000)
             self._socket.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", seconds, micros))

@@ -302,7 +302,7 @@ def test_large_pages_go_by_reference_where_that_can_be_done(
     send_pages = _native.send_pages
 
     def sometimes(*arguments: Any) -> tuple[int, int]:
-        calls.append(len(arguments[3]))
+        calls.append(len(arguments[4]))
         return (0, error) if error else send_pages(*arguments)
 
     monkeypatch.setattr(_native, "send_pages", sometimes)

@@ -193,25 +193,30 @@ def test_a_deadline_holds_though_bytes_keep_trickling(pair: tuple[socket.socket,
         thread.join()
 
 
-@pytest.mark.parametrize("nbytes", [1, 5000, (1 << 20) + 77, 5 << 20])
-def test_pages_sent_by_reference_arrive(pair: tuple[socket.socket, socket.socket], nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, (1 << 20) + 77, 5 << 20])
+@pytest.mark.parametrize("before", [b"", b"a command's start", bytes(300_000)], ids=len)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_pages_sent_by_reference_arrive(
+    pair: tuple[socket.socket, socket.socket], nbytes: int, before: bytes, aligned: bool
+) -> None:
     ours, theirs = pair
-    value = np.frombuffer(os.urandom(nbytes + 3), np.uint8)[3:]
+    room = np.frombuffer(os.urandom(nbytes + 8192), np.uint8)
+    value = room[-room.ctypes.data % 4096 + (0 if aligned else 3) :][:nbytes]
     pipe_out, pipe_in = os.pipe()
     received = bytearray()
 
     def read() -> None:
-        while len(received) < nbytes + 4 and (piece := theirs.recv(1 << 20)):
+        while len(received) < len(before) + nbytes + 4 and (piece := theirs.recv(1 << 20)):
             received.extend(piece)
 
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        sent, error = _native.send_pages(ours.fileno(), pipe_out, pipe_in, value, FOREVER)
-        assert (sent, error) == (nbytes, 0)
+        sent, error = _native.send_pages(ours.fileno(), pipe_out, pipe_in, before, value, FOREVER)
+        assert (sent, error) == (len(before) + nbytes, 0)
         ours.sendall(b"tail")
         thread.join(30.0)
-        assert bytes(received) == value.tobytes() + b"tail"
+        assert bytes(received) == before + value.tobytes() + b"tail"
     finally:
         ours.close()
         thread.join()
@@ -224,7 +229,7 @@ def test_a_peer_that_does_not_read_ends_a_send_by_reference(pair: tuple[socket.s
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, (0).to_bytes(8, "little") + (50_000).to_bytes(8, "little"))
     pipe_out, pipe_in = os.pipe()
     try:
-        sent, error = _native.send_pages(ours.fileno(), pipe_out, pipe_in, bytearray(64 << 20), FOREVER)
+        sent, error = _native.send_pages(ours.fileno(), pipe_out, pipe_in, b"start", bytearray(64 << 20), FOREVER)
         assert error == 11 and sent < 64 << 20
     finally:
         os.close(pipe_out)
