@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, options
+from kvtier.connectors.sglang import hicache_hooks, hicache_options, hooks, incomplete, options
 from kvtier.connectors.sglang.versions import Part
 from kvtier.errors import KVTierError
 
@@ -40,6 +40,13 @@ def translate_namespace(original: Callable[..., Any], cls: Any, args: argparse.N
 def translate(given: dict[str, Any]) -> dict[str, Any]:
     """SGLang's options; the engine is checked only when the connector is asked for."""
     name = given.get(options.CONNECTOR_OPTION)
+    try:
+        return _translate(name, given)
+    except ImportError as error:
+        raise incomplete.refusal(f"--kv-connector {name}", error) from error
+
+
+def _translate(name: str | None, given: dict[str, Any]) -> dict[str, Any]:
     if name is not None:
         hooks.check_engine()
     if name == hicache_options.NAME:

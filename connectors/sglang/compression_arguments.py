@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.connectors.sglang import compression_hooks, compression_options
+from kvtier.connectors.sglang import compression_hooks, compression_options, incomplete
 from kvtier.errors import KVTierError
 
 
@@ -34,8 +34,11 @@ def translate(given: dict[str, Any]) -> dict[str, Any]:
     there are methods."""
     reference = compression_options.reference_of(given)
     if reference is not None:
-        compression_hooks.check_engine()
-        compression_options.check(given, reference)
+        try:
+            compression_hooks.check_engine()
+            compression_options.check(given, reference)
+        except ImportError as error:
+            raise incomplete.refusal("--kv-cache-compression-config", error) from error
     compression_options.tell_workers(reference)
     return {name: value for name, value in given.items() if name != compression_options.OPTION}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from kvtier.connectors.sglang import compression_hooks, hooks
+from kvtier.connectors.sglang import compression_hooks, hooks, incomplete
 from kvtier.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -19,11 +19,14 @@ def register() -> None:
     are parsed, and again when its scheduler was built."""
     try:
         if multiprocessing.parent_process() is None or hooks.has_engine():
-            hooks.install(compression_hooks.argument_hooks())
-            _accept_keyword()
+            try:
+                hooks.install(compression_hooks.argument_hooks())
+                _accept_keyword()
+            except ImportError as error:
+                hooks.install(incomplete.StandIn(incomplete.EVICTION, error).hooks())
         if hooks.has_scheduler() and compression_hooks.asked_for():
             hooks.install(compression_hooks.scheduler_hooks())
-    except EngineError as error:
+    except (EngineError, ImportError) as error:
         _log.warning("%s", error)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from kvtier.connectors.sglang import hicache_hooks, hooks
+from kvtier.connectors.sglang import hicache_hooks, hooks, incomplete
 from kvtier.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -20,12 +20,15 @@ def register() -> None:
     try:
         # An engine may also be built in a child of somebody else's program, which has imported it then.
         if multiprocessing.parent_process() is None or hooks.has_engine():
-            hooks.install(hooks.argument_hooks())
-            _accept_keywords()
+            try:
+                hooks.install(hooks.argument_hooks())
+                _accept_keywords()
+            except ImportError as error:
+                hooks.install(incomplete.StandIn(incomplete.CONNECTOR, error).hooks())
         if hooks.has_scheduler():
             hooks.install(hooks.scheduler_hooks())
             hooks.install(hicache_hooks.scheduler_hooks())
-    except EngineError as error:
+    except (EngineError, ImportError) as error:
         _log.warning("%s", error)
 
 

@@ -385,3 +385,56 @@ def test_a_request_that_is_found_waiting_when_it_would_be_added_stays_in_the_que
     assert hold.admit(original, Adder(), SimpleNamespace(rid="free"), False, None) == "added free"
     other = SimpleNamespace(tree_cache=SimpleNamespace())
     assert hold.admit(original, other, SimpleNamespace(rid="held"), False, None) == "added held"
+
+
+@pytest.mark.parametrize("name", ["kvtier", "kvtier-hicache"])
+def test_an_installation_without_its_native_library_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from kvtier.connectors.sglang import hooks
+
+    def missing() -> None:
+        raise ImportError("cannot import name '_native'")
+
+    monkeypatch.setattr(hooks, "check_engine", missing)
+    with pytest.raises(SystemExit) as caught:
+        parse("--kv-connector", name)
+    assert str(caught.value).startswith(f"error: --kv-connector {name}: kvtier is not installed completely (cannot")
+    assert "start without the option" in str(caught.value) and "\n" not in str(caught.value)
+    assert parse().page_size is None, "who does not ask for it is not affected"
+
+
+def test_flags_that_cannot_be_handled_are_refused_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    from kvtier.connectors.sglang import compression_hooks, compression_plugin, hooks, plugin
+
+    def missing() -> None:
+        raise ImportError("cannot import name '_native'")
+
+    installed: list[Any] = []
+    for module in (hooks, compression_hooks):
+        monkeypatch.setattr(module, "argument_hooks", missing)
+    monkeypatch.setattr(hooks, "install", lambda some: installed.extend(some))
+    monkeypatch.setattr(hooks, "has_scheduler", lambda: False)
+    plugin.register()
+    compression_plugin.register()
+    assert [hook.kind for hook in installed] == ["AFTER", "AROUND"] * 2
+    hooks.check_hooks(installed)
+    parser = argparse.ArgumentParser()
+    for hook in installed[::2]:
+        hook.function(None, parser)
+
+    def from_cli_args(cls: Any, args: argparse.Namespace) -> dict[str, Any]:
+        return vars(args)
+
+    def started_with(*arguments: str) -> Any:
+        args = parser.parse_args(arguments)
+        for hook in installed[1::2]:
+            args = argparse.Namespace(**hook.function(from_cli_args, object, args))
+        return vars(args)
+
+    assert started_with() == {}
+    for flag in ("--kv-connector", "--kv-connector-config", "--kv-cache-compression-config"):
+        with pytest.raises(SystemExit, match=f"error: {flag}: kvtier is not installed completely"):
+            started_with(flag, "x")
