@@ -102,6 +102,11 @@ class Ghosts(Collector):
         with self._lock:
             self._stack.looked_up(joined)
 
+    def looked_up_one(self, key: bytes) -> None:
+        """As `looked_up`, of one page."""
+        with self._lock:
+            self._stack.looked_up(key)
+
     def stored(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> None:
         """Pages that were stored for the first time or again, with the bytes that they take."""
         joined, sizes = b"".join(keys), np.array(nbytes, np.int64)

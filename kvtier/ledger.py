@@ -168,6 +168,12 @@ class Ledger(Collector):
                 self._misses[reason.value] += n
                 self._lookups += n
 
+    def hit_one(self, tier: str) -> None:
+        """As `settle`, of one page that was found in `tier`."""
+        with self._lock:
+            self._hits[tier] += 1
+            self._lookups += 1
+
     def polled(self) -> None:
         """Count a repeated lookup of a request whose pages are already known."""
         with self._lock:

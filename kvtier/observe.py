@@ -70,6 +70,10 @@ class Observer:
     def looked_up(self, keys: Sequence[bytes]) -> None:
         """Pages were asked for and counted outside of a `Lookup`."""
 
+    def looked_up_one(self, key: bytes) -> None:
+        """As `looked_up`, of one page."""
+        self.looked_up([key])
+
     def settled(self, lookup: Lookup, hits: Mapping[str, int], misses: Mapping[MissReason, int], loaded: bool) -> None:
         """A request is counted. With `prompt` its pins are still there, and the store's lock is held."""
 
@@ -134,7 +138,9 @@ class Watch(Observer):
             self._ghosts = Ghosts(capacities, self._bits_per_value, exclusive=exclusive)
             ledger.registry.register(self._ghosts)
             if not options.origins:
-                self.stored_one = self._ghosts.stored_one  # type: ignore[method-assign]  # the same, by one call
+                # The same, by one call.
+                self.stored_one = self._ghosts.stored_one  # type: ignore[method-assign]
+                self.looked_up_one = self._ghosts.looked_up_one  # type: ignore[method-assign]
         self._spans: Spans | None = None
         if options.opentelemetry:
             from kvtier.telemetry import Spans

@@ -264,6 +264,15 @@ class StagingTier(Tier):
         Counts nest. Fast: an engine's own thread calls it with thousands of keys; `pinned_many` tells the rest."""
 
     @abstractmethod
+    def pin_one(self, key: bytes) -> tuple[int, int, int, bytes] | None:
+        """As `pin_many`, of one page: the id of its slot, where its record lies in `memory`, its length and checksum;
+        None where it is absent."""
+
+    @abstractmethod
+    def unpin_one(self, slot: int) -> None:
+        """As `unpin_many`, of one slot by its id."""
+
+    @abstractmethod
     def hold_many(self, keys: Sequence[bytes]) -> list[int]:
         """As `pin_many`, but the pages do not count as used."""
 

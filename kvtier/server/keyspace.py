@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -23,9 +22,8 @@ from kvtier.abc.tier import KEY_BYTES, PageMeta, PutStatus, Removal, Slot
 from kvtier.below import Deletion
 from kvtier.inventory import by_geometry
 from kvtier.kernels import _native
-from kvtier.keys import checksum, seed_of
+from kvtier.keys import checksum
 from kvtier.ledger import MissReason
-from kvtier.lookup import Pin
 from kvtier.server.voided import Voided
 from kvtier.store import TieredStore
 
@@ -72,13 +70,12 @@ class Reservation:
         self.checksum = b""
 
 
-@dataclass(slots=True)
-class Reading:
-    """A value that is pinned and was verified: valid until `Keyspace.release`. request: of the lookup that pinned it;
-    empty where it was in host memory and pinned there directly."""
+class Reading(NamedTuple):
+    """A value that is pinned and was verified: valid until `Keyspace.release`. slot: its id. request: of the lookup
+    that pinned it; empty where it was in host memory and pinned there directly."""
 
     view: memoryview
-    slot: Slot
+    slot: int
     request: str
 
 
@@ -247,17 +244,26 @@ class Keyspace:
 
     def read(self, database: int, key: bytes) -> Reading | None:
         """Pin a value in host memory, from wherever it is, and verify it. None: it is not there (any more)."""
-        name = _hash(database, key)
+        name = blake2b(_DATABASE[database] + key, digest_size=_HASH_BYTES).digest()
         with self._lock:
-            entry = self._alive(name)
-        if entry is None:
+            entry = self._buckets[(name[0] << 8 | name[1]) % _BUCKETS].get(name)
+        if entry is None or (entry[4] and _is_over(entry)):
             self.store.ledger.settle({}, {MissReason.ABSENT: 1})
             self.store.observer.looked_up([name.ljust(KEY_BYTES, b"\0")])
             return None
-        (pinned,) = self.store.host.pin_many([entry.page])
-        if pinned >= 0:  # the usual case, without the detour of a lookup, which is for pages that must come first
-            self.store.observer.looked_up([entry.page])
-            return self._verified(self.store.host.pinned_many([pinned])[0], entry, "")
+        page, store = entry[2], self.store
+        pinned = store.host.pin_one(page)
+        if (
+            pinned is not None
+        ):  # the usual case, without the detour of a lookup, which is for pages that must come first
+            slot, at, nbytes, check = pinned
+            store.observer.looked_up_one(page)
+            view = store.host.memory[at : at + nbytes]
+            if _native.xxh3_128(view, int.from_bytes(page[:8], "little")) != check:
+                self._quarantine(slot, entry, "")
+                return None
+            store.ledger.hit_one(store.host.name)
+            return _new(Reading, (view, slot, ""))
         request = f"get-{next(self._requests)}"
         lookup = self.store.lookup(request, [entry.page])
         if lookup.pending:
@@ -268,30 +274,29 @@ class Keyspace:
                 self._drop(entry.page)
             return None
         self.store.hold(lookup)
-        return self._verified(lookup.ready_slots(1)[0], entry, request)
+        ((found, meta),) = lookup.ready_slots(1)
+        view = self.store.host.view(found)[: meta.nbytes]
+        if checksum(view, entry.page) != meta.checksum:
+            self._quarantine(found.id, entry, request)
+            return None
+        return Reading(view, found.id, request)
 
-    def _verified(self, pin: Pin, entry: Entry, request: str) -> Reading | None:
-        slot, meta = pin
-        view = self.store.host.view(slot)[: meta.nbytes]
-        if _native.xxh3_128(view, seed_of(entry.page)) == meta.checksum:
-            if not request:
-                self.store.ledger.settle({self.store.host.name: 1}, {})
-            return Reading(view, slot, request)
+    def _quarantine(self, slot: int, entry: Entry, request: str) -> None:
+        """A value is bad: nobody has it from now on."""
         self.store.host.delete_many([entry.page], Removal.QUARANTINED)
         if request:
             self.store.settle(request)
         else:
-            self.store.host.unpin_many([slot.id])
+            self.store.host.unpin_one(slot)
             self.store.ledger.settle({}, {MissReason.CORRUPT: 1})
         self._drop(entry.page)
         self.store.delete([entry.page])
-        return None
 
     def release(self, reading: Reading) -> None:
         if reading.request:
             self.store.settle(reading.request)
         else:
-            self.store.host.unpin_many([reading.slot.id])
+            self.store.host.unpin_one(reading.slot)
 
     def find(self, database: int, key: bytes) -> Entry | None:
         """What is known of a value, without reading it."""

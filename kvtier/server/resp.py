@@ -272,25 +272,29 @@ class Stream:
             return list(parts)
         except OSError as e:
             raise Disconnected(str(e)) from e
-        waiting = [memoryview(p) for p in parts if len(p)]
+        at = 0
+        waiting = parts
         try:
             if self._tls:
-                for part in waiting:
-                    self._send_all(part)
+                for part in parts:
+                    self._send_all(memoryview(part))
                 return []
-            at = 0
-            while at < len(waiting):
-                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
+            sent = self._socket.sendmsg(parts[:_PARTS_MAX])
+            if sent == sum(map(len, parts)):  # as it mostly is
+                return []
+            waiting = [memoryview(p) for p in parts if len(p)]
+            while True:
                 while at < len(waiting) and sent >= len(waiting[at]):
                     sent -= len(waiting[at])
                     at += 1
-                if sent:
-                    waiting[at] = waiting[at][sent:]
+                if at == len(waiting):
+                    return []
+                waiting[at] = waiting[at][sent:]
+                sent = self._socket.sendmsg(waiting[at : at + _PARTS_MAX])
         except BlockingIOError:
             return list(waiting[at:])
         except OSError as e:
             raise Disconnected(str(e)) from e
-        return []
 
     def wait(self) -> bool:
         """Wait until the client takes more or sends more; True if it sends. Raises Disconnected where it does neither
@@ -340,11 +344,6 @@ def integer(value: int) -> bytes:
 
 def bulk(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
-
-
-def bulk_head(nbytes: int) -> bytes:
-    """What goes before a value that is sent from where it lies; a line end goes behind it."""
-    return b"$%d\r\n" % nbytes
 
 
 def null(protocol: int) -> bytes:

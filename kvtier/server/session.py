@@ -130,10 +130,12 @@ class Session:
         if reading is None:
             self.reply(resp.null(self.protocol))
             return
-        self._out += [resp.bulk_head(len(reading.view)), reading.view, b"\r\n"]
-        self._out_bytes += len(reading.view)
+        view = reading[0]
+        nbytes = len(view)
+        self._out += (b"$%d\r\n" % nbytes, view, b"\r\n")
+        self._out_bytes += nbytes
         self._readings.append(reading)
-        self.shared.stats.sent(len(reading.view))
+        self.shared.stats.sent(nbytes)
         if self._out_bytes >= _PENDING_MAX_BYTES:
             self._flush()
         elif self._out_bytes >= _FLUSH_BYTES:

@@ -90,6 +90,22 @@ class StagingTierTests(TierTests):
         assert not told, "who replaces a page knows"
         check_counters(tier)
 
+    def test_one_page_is_pinned_as_several_are(self, tier: StagingTier) -> None:
+        put(tier, [1, 2])
+        assert tier.pin_one(key_of(3)) is None
+        pinned = tier.pin_one(key_of(1))
+        assert pinned is not None
+        slot, offset, nbytes, checksum = pinned
+        ((found, meta),) = tier.pinned_many([slot])
+        assert (found.offset, meta.nbytes, meta.checksum) == (offset, nbytes, checksum)
+        assert belongs(key_of(1), tier.memory[offset : offset + nbytes])
+        tier.delete_many([key_of(1)])
+        assert belongs(key_of(1), tier.memory[offset : offset + nbytes]), "it stays for whoever pinned it"
+        tier.unpin_one(slot)
+        with pytest.raises(SpecError):
+            tier.unpin_one(slot)
+        check_counters(tier)
+
     def test_an_aborted_page_leaves_nothing(self, tier: StagingTier) -> None:
         slots = tier.reserve_many([key_of(1), key_of(2)], [PAGE_BYTES] * 2)
         tier.abort_many([key_of(1), key_of(2)], [s for s in slots if isinstance(s, Slot)])

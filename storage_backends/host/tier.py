@@ -152,6 +152,16 @@ class HostTier(StagingTier):
         with self._gate, self._lock:
             return self._table.pin(keys)
 
+    def pin_one(self, key: bytes) -> tuple[int, int, int, bytes] | None:
+        with self._lock:
+            if self._gate.closed:
+                self._gate.refuse()
+            return self._table.pin_one(key)
+
+    def unpin_one(self, slot: int) -> None:
+        with self._lock:
+            self._table.unpin((slot,))
+
     def hold_many(self, keys: Sequence[bytes]) -> list[int]:
         with self._gate, self._lock:
             return self._table.pin(keys, use=False)

@@ -54,6 +54,10 @@ class Order(ABC):
     def use(self, rows: npt.NDArray[np.int64]) -> None:
         """Pages were used, in the order of `rows`."""
 
+    def use_one(self, row: int) -> None:
+        """As `use`, of one page."""
+        self.use(np.array([row], np.int64))
+
     @abstractmethod
     def victims(self) -> Iterator[int]:
         """Rows that may go, the next one first. One passed over comes again in a later call."""
@@ -191,6 +195,10 @@ class LruOrder(Order):
     def use(self, rows: npt.NDArray[np.int64]) -> None:
         self._rows.stamps[rows] = np.arange(self._clock + 1, self._clock + 1 + len(rows))
         self._clock += len(rows)
+
+    def use_one(self, row: int) -> None:
+        self._clock += 1
+        self._rows.stamp[row] = self._clock
 
     def last_use(self) -> npt.NDArray[np.int64]:
         stamps = self._rows.stamps[: self._rows.count]

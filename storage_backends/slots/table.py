@@ -237,6 +237,19 @@ class SlotTable:
                 self._order.use(present)
         return found
 
+    def pin_one(self, key: bytes) -> tuple[int, int, int, bytes] | None:
+        """As `pin`, of one page: its row, the offset and the bytes of its record, and its checksum."""
+        if self._age is not None:
+            self._expire()
+        row = self._live.get(key, -1)
+        if row < 0:
+            return None
+        rows = self.rows
+        rows.pin[row] += 1
+        self._order.use_one(row)
+        at = row * ROW_BYTES + CHECKSUM_AT
+        return row, rows.offset[row], rows.nbytes[row], bytes(rows.raw[at : at + CHECKSUM_BYTES])
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Pages were used, in the order of `keys`, without being read here."""
         self._expire()
