@@ -81,6 +81,19 @@ def read_value(
     what follows goes into the buffer. Start and end of what was not read, `kvtier.keys.checksum` of the value, and why
     it is not all there: an errno, CLOSED, NO_LINE_END, or 0."""
 
+def record_checksums(covered: bytes, page: Any, origin: bytes, key: bytes) -> tuple[bytes, bytes]:
+    """Of a record of the Redis tier, of which `covered`, the page's bytes and `origin` are hashed, and of the page
+    alone, both seeded with the key. The page is read from memory once."""
+
+def read_record(
+    fd: int, buffer: bytearray, start: int, end: int, out: memoryview, key: bytes, until: float
+) -> tuple[int, int, int, bytes | None, bytes, bytes, bytes, int]:
+    """A bulk reply that holds a record whose page fits into `out`, from ``buffer[start:end]`` and then from the blocking
+    socket `fd`: start and end of what was not read, bytes of the record, its header, the checksums of
+    `record_checksums` as they are of what came, the origin, and why it is not all there: an errno, CLOSED, NO_LINE_END,
+    or 0. None for the header where the reply is something else: nothing of it was taken then. What the header says of
+    page and origin was compared with the reply's length, and nothing else."""
+
 def update_all(buffer: Any, hashes: list[Xxh3]) -> None:
     """Feed `buffer` to all `hashes`, but read it from memory once."""
 

@@ -22,6 +22,7 @@ using namespace kvtier;
 void bind_box_fit(nb::module_& m);
 void bind_ghosts(nb::module_& m);
 void bind_planes(nb::module_& m);
+void bind_records(nb::module_& m);
 void bind_replay(nb::module_& m);
 void bind_sockets(nb::module_& m);
 
@@ -355,6 +356,7 @@ NB_MODULE(_native, m) {
   m.def("use_isa", &use_isa, "name"_a, "Switch all kernels of this process, for tests and benchmarks");
   bind_box_fit(m);
   bind_ghosts(m);
+  bind_records(m);
   bind_replay(m);
   bind_planes(m);
   bind_sockets(m);

@@ -5,7 +5,6 @@
 #include <strings.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "socket_io.h"
 #include "xxh3.h"
 
 namespace nb = nanobind;
@@ -23,35 +23,7 @@ using namespace kvtier;
 
 namespace {
 
-// Small enough to stay in the second level of the cache between the copy and the hash.
-constexpr size_t kPieceBytes = 256 << 10;
 constexpr size_t kPageBytes = 4096;
-
-class View {
- public:
-  View(nb::handle buffer, int flags) {
-    if (PyObject_GetBuffer(buffer.ptr(), &view_, flags) != 0) throw nb::python_error();
-  }
-  ~View() { PyBuffer_Release(&view_); }
-  View(const View&) = delete;
-  uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
-  size_t size() const { return size_t(view_.len); }
-
- private:
-  Py_buffer view_;
-};
-
-double now_s() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
-
-// With the GIL released: handlers of signals run, and may raise, before the call goes on.
-void check_signals() {
-  nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
 
 void update(Xxh3& hash, nb::handle buffer) {
   const View view(buffer, PyBUF_SIMPLE);
@@ -128,20 +100,6 @@ bool is_value(const char* name, int64_t name_bytes, int64_t index) {
   if (index < 2) return false;
   if (name_bytes == 3) return index == 2 && !strncasecmp(name, "set", 3);
   return name_bytes == 4 && index % 2 == 0 && !strncasecmp(name, "mset", 4);
-}
-
-// Why a read ended where it is no errno.
-constexpr int kClosed = -1, kNoLineEnd = -2;
-
-// Reads into `out`, as far as one call gives something; bytes, 0 at the end of the stream, or -errno. With the GIL
-// released.
-int64_t read_once(int fd, const iovec* parts, int count) {
-  for (;;) {
-    const ssize_t n = readv(fd, parts, count);
-    if (n >= 0) return n;
-    if (errno != EINTR) return -errno;
-    check_signals();
-  }
 }
 
 // (start, end, arguments or None, how many are left, bytes of the value that begins at start or -1, errno): see the stub.

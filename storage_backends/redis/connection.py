@@ -241,6 +241,26 @@ class Connection:
             return ReplyError(line[1:].decode(errors="replace"))
         raise LostError(f"not a bulk reply: {line[:40]!r}")
 
+    def read_record(self, out: memoryview, key: bytes) -> tuple[int, bytes, bytes, bytes, bytes] | None:
+        """The next reply, where it is a record whose page fits into `out`: its length, its header, the checksums of
+        what came and of the page alone, its origin. None: the reply is something else, of which nothing was read, or
+        comes through TLS."""
+        if self._tls:
+            return None
+        self._arm(socket.SO_RCVTIMEO)
+        self._start, self._end, length, header, record, page, origin, error = _native.read_record(
+            self._fd, self._buffer, self._start, self._end, out, key, self._until
+        )
+        if error == errno.EAGAIN:
+            raise DeadlineError("the server does not answer")
+        if error:
+            why = {_native.CLOSED: "the server closed the connection", _native.NO_LINE_END: "a reply without an end"}
+            raise LostError(f"receiving: {why.get(error) or os.strerror(error)}")
+        if header is None:
+            return None
+        self.fresh = False
+        return length, header, record, page, origin
+
     def read_into(self, out: memoryview, hashes: Sequence[_native.Xxh3] = ()) -> None:
         """Fill `out` with what comes next: first from the buffer, the rest straight from the socket. `hashes` are fed
         with all of it."""

@@ -72,12 +72,10 @@ def pack_header(key: bytes, meta: PageMeta, data: Any) -> bytes:
     if len(data) != meta.nbytes:
         raise SpecError(f"data has {len(data)} bytes, its meta says {meta.nbytes}")
     covered = _FIELDS.pack(MAGIC, VERSION, meta.form, meta.valid_tokens, len(meta.origin), meta.nbytes, meta.spec, key)
-    check, page = record_check(covered, key), record_check(b"", key)
-    _native.update_all(data, [check, page])
-    if page.digest() != meta.checksum:
+    record, page = _native.record_checksums(covered, data, meta.origin, key)
+    if page != meta.checksum:
         raise RecordError("the page does not match its checksum")
-    check.update(meta.origin)
-    return covered + check.digest() + _RESERVED
+    return covered + record + _RESERVED
 
 
 def record_check(covered: bytes, key: bytes) -> _native.Xxh3:

@@ -305,6 +305,10 @@ class RedisTier(Tier):
 
         def read(connection: Connection, n: int) -> Any:
             i = batch[n]
+            record = connection.read_record(outs[i], keys[i])
+            if record is not None:
+                lengths[i] = record[0]
+                return self._judge_record(*record[1:], keys[i])
             length = connection.read_bulk_length()
             if isinstance(length, ReplyError):
                 return length
@@ -365,9 +369,21 @@ class RedisTier(Tier):
         origin = bytearray(header.origin_bytes)
         connection.read_into(memoryview(origin))
         record.update(origin)
-        if record.digest() != header.checksum:
+        return self._judge_record(bytes(raw), record.digest(), page.digest(), bytes(origin), key)
+
+    def _judge_record(self, raw: bytes, checksum: bytes, page_checksum: bytes, origin: bytes, key: bytes) -> GetResult:
+        """Of a record that was read completely, its page where the caller wants it."""
+        try:
+            header = parse_header(raw, key, self._spec)
+        except NewerRecordError as e:
+            self._met_newer(e)
+            return GetResult(GetStatus.ABSENT)
+        except RecordError as e:
+            self._say_once(str(e), f"a stored page is bad: {e}")
             return GetResult(GetStatus.CORRUPT)
-        return GetResult(GetStatus.HIT, header.meta(page.digest(), bytes(origin)))
+        if checksum != header.checksum:
+            return GetResult(GetStatus.CORRUPT)
+        return GetResult(GetStatus.HIT, header.meta(page_checksum, origin))
 
     def _quarantine(self, keys: Sequence[bytes], record_bytes: int) -> None:
         replies = self._run([_command([b"UNLINK", self._name(key)]) for key in keys])
