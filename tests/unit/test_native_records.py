@@ -56,8 +56,8 @@ def read(ours: socket.socket, out: memoryview, held: bytes = b"", *, start: int 
     buffer = bytearray(BUFFER_BYTES)
     buffer[start : start + len(held)] = held
     until = time.monotonic() + seconds
-    begin, end, *rest = _native.read_record(ours.fileno(), buffer, start, start + len(held), out, KEY, until)
-    return Read(bytes(buffer[begin:end]), *rest)
+    got = _native.read_record(ours.fileno(), buffer, start, start + len(held), out, KEY, until)
+    return Read(bytes(buffer[got[0] : got[1]]), *got[2:])
 
 
 @settings(max_examples=60, deadline=None)
