@@ -263,7 +263,7 @@ def test_a_failing_decoder_means_recompute(tmp_path: Path, monkeypatch: pytest.M
         def broken(*_: Any) -> None:
             raise RuntimeError("no")
 
-        monkeypatch.setattr(prefixes.mover, "_decode", broken)
+        monkeypatch.setattr(prefixes.mover._reader, "decode", broken)
         restored = prefixes.restore("r", ids)
         assert (restored.tokens, restored.pages) == (0, {})
         assert restored.cache.get_seq_length() == 0
