@@ -102,6 +102,9 @@ def receive(fd: int, out: Any, hashes: list[Xxh3], until: float) -> tuple[int, i
     with errno 0: the stream ended. The socket's SO_RCVTIMEO ends a wait, and the time `until` (`time.monotonic`) the
     whole, with EAGAIN."""
 
+def send_now(fd: int, data: Any) -> int:
+    """Send what the socket takes at once: how many bytes, or minus an errno. Never waits; holds the GIL."""
+
 def send_pages(fd: int, pipe_out: int, pipe_in: int, before: bytes, data: Any, until: float) -> tuple[int, int]:
     """Send `before`, and then `data` by reference through an empty pipe: it must not change until the peer has read it.
     Less than a page at the start of `data` is copied. Something else must be sent after it. (bytes sent of both,

@@ -189,6 +189,14 @@ nb::tuple read_value(int fd, nb::handle buffer, size_t start, size_t end, nb::ha
   return nb::make_tuple(start, end, nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest), error);
 }
 
+// Bytes sent, or -errno. It never waits, so the interpreter is not given up for it: having it back may take longer than
+// the call when other threads want it.
+int64_t send_now(int fd, nb::handle data) {
+  const View view(data, PyBUF_SIMPLE);
+  const ssize_t n = send(fd, view.data(), view.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  return n < 0 ? -errno : n;
+}
+
 // `before` and what `data` has before its first whole page are copied; (bytes sent of these, errno).
 std::pair<size_t, int> send_start(int fd, const uint8_t* before, size_t before_bytes, uint8_t* data, size_t lead) {
   size_t sent = 0;
@@ -266,5 +274,6 @@ void bind_sockets(nb::module_& m) {
   m.def("read_value", &read_value, "fd"_a, "buffer"_a, "start"_a, "end"_a, "out"_a, "key"_a);
   m.def("update_all", &update_all, "buffer"_a, "hashes"_a);
   m.def("receive", &receive, "fd"_a, "out"_a, "hashes"_a, "until"_a);
+  m.def("send_now", &send_now, "fd"_a, "data"_a);
   m.def("send_pages", &send_pages, "fd"_a, "pipe_out"_a, "pipe_in"_a, "before"_a, "data"_a, "until"_a);
 }

@@ -69,7 +69,8 @@ class Stream:
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)
-        self._fd = -1 if self._tls else connected.fileno()
+        self.fd = -1 if self._tls else connected.fileno()
+        """-1 where bytes must go through TLS."""
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self.start = self.end = 0
@@ -108,7 +109,7 @@ class Stream:
             self.start, self.end = 0, self._receive(self._view, 0, patient=not stranger)
         while True:
             self.start, self.end, read, left, nbytes, failed = _native.read_command(
-                self._fd, self._buffer, self.start, self.end, *limits
+                self.fd, self._buffer, self.start, self.end, *limits
             )
             if not failed:
                 break
@@ -153,7 +154,7 @@ class Stream:
                 self._read_slowly(placed, length)
                 return placed
             self.start, self.end, placed.checksum, failed = _native.read_value(
-                self._fd, self._buffer, self.start, self.end, view, placed.page
+                self.fd, self._buffer, self.start, self.end, view, placed.page
             )
             if failed == _native.NO_LINE_END:
                 raise ProtocolError("expected the end of the bulk")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier.kernels import _native
 from kvtier.server import resp
 from kvtier.server.auth import User, Users
 from kvtier.server.keyspace import Keyspace, Reading, Refusal, Reservation
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 256 << 10
 """Replies of pipelined commands are gathered up to this; values in them stay pinned until they are sent."""
+_COPIED_MAX_BYTES = 4096
+"""Values up to this are copied into their reply: cheaper than keeping them pinned until it is sent."""
 _PENDING_MAX_BYTES = 16 << 20
 """A client that sends on and on without reading its replies has this much kept for it; then it must read."""
 
@@ -132,6 +135,11 @@ class Session:
             return
         view = reading[0]
         nbytes = len(view)
+        if nbytes <= _COPIED_MAX_BYTES:
+            self.reply(b"$%d\r\n%b\r\n" % (nbytes, bytes(view)))
+            self.shared.stats.sent(nbytes)
+            self.keyspace.release(reading)
+            return
         self._out += (b"$%d\r\n" % nbytes, view, b"\r\n")
         self._out_bytes += nbytes
         self._readings.append(reading)
@@ -144,7 +152,18 @@ class Session:
     def _push(self) -> None:
         """Send replies until all are sent, or the client sends more: one that sends much before it reads must not find
         us waiting for it to read."""
-        while self._out:
+        out, fd = self._out, self._stream.fd
+        if len(out) == 1 and fd >= 0:  # the usual answer, a short one, mostly goes at once
+            sent = _native.send_now(fd, out[0])
+            if sent == len(out[0]):
+                out.clear()
+                self._out_bytes = 0
+                if self._readings:
+                    self._release()
+                return
+            if sent > 0:
+                out[0] = memoryview(out[0])[sent:]
+        while self._out:  # or it meets its error again here
             self._out = self._stream.send_some(self._out)
             if not self._out:
                 self._out_bytes = 0

@@ -224,6 +224,18 @@ def test_pages_sent_by_reference_arrive(
         os.close(pipe_in)
 
 
+def test_what_is_sent_now_does_not_wait(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    assert _native.send_now(ours.fileno(), b"+OK\r\n") == 5
+    assert theirs.recv(5, socket.MSG_WAITALL) == b"+OK\r\n"
+    sent, data = 0, memoryview(bytes(1 << 20))
+    while (n := _native.send_now(ours.fileno(), data)) > 0:
+        sent += n
+        assert sent < 1 << 30, "nobody reads it"
+    assert n == -errno.EAGAIN and sent
+    assert _native.send_now(-1, b"x") == -errno.EBADF
+
+
 def test_a_peer_that_does_not_read_ends_a_send_by_reference(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, _ = pair
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, (0).to_bytes(8, "little") + (50_000).to_bytes(8, "little"))

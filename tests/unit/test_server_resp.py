@@ -140,7 +140,7 @@ def read_all(sent: bytes, pieces: list[int], *, fast: bool) -> list[Any]:
     thread.start()
     try:
         if not fast:  # all in Python, as over TLS, and no word read ahead
-            stream._tls, stream._fd = True, -1
+            stream._tls, stream.fd = True, -1
             _native.read_command = lambda fd, buffer, start, end, *_: (start, end, None, 0, -1, 0)
         while True:
             args = stream.read_command(place)
