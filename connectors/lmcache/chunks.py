@@ -128,8 +128,18 @@ def layout_of(
 def object_layout(described: Any, attention: Attention, rope_dim: int) -> ChunkLayout:
     """By the shapes and dtypes that LMCache tells of an object, or of objects to come, if it does."""
     shapes, dtypes = getattr(described, "shapes", None), getattr(described, "dtypes", None)
+    if not shapes or not dtypes:
+        return plain_layout(1)
+    return _described_layout(tuple(map(tuple, shapes)), tuple(dtypes), attention, rope_dim)
+
+
+@lru_cache(maxsize=256)
+def _described_layout(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], attention: Attention, rope_dim: int
+) -> ChunkLayout:
+    """Asked for with every chunk."""
     groups = shapes_of(shapes, dtypes)
-    if not groups or dtypes is None:
+    if not groups:
         return plain_layout(1)
     return layout_of(groups, attention, rope_dim, tuple(int(dtype.itemsize) for dtype in dtypes))
 
