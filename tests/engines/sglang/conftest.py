@@ -80,3 +80,37 @@ def _engines(kind: Any) -> Iterator[Any]:
     yield build
     for engine in engines:
         engine.end()
+
+
+@pytest.fixture
+def lab() -> Any:
+    """SGLang's host pools and storage; imported late, since importing the engine warns."""
+    from . import staging
+
+    return staging
+
+
+@pytest.fixture
+def opened(tiny: Path, lab: Any) -> Iterator[Any]:
+    """Opens storages of the staged path, and closes them."""
+    running: list[Any] = []
+
+    def build(pool: Any = None, block: dict[str, Any] | None = None, **options: Any) -> Any:
+        pool = lab.mha_pool("page_first", pages=24) if pool is None else pool
+        running.append(lab.open_storage(tiny, block or lab.config(), pool, **options))
+        return running[-1]
+
+    yield build
+    for storage in running:
+        storage.close()
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cache server."""
+    pytest.importorskip("redis")
+    from .cache_server import Server
+
+    running = Server(tmp_path_factory.mktemp("s"))
+    yield running
+    running.kill()

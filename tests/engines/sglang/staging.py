@@ -133,3 +133,17 @@ __all__ = [
     "RAW", "Engine", "KVTierStorage", "PoolHitPolicy", "PoolName", "buffers_of", "config", "end", "fill",
     "mha_pool", "mla_pool", "names", "open_storage", "slots", "transfer",
 ]  # fmt: skip
+
+
+def page_of(pool: Any, page: int, tokens: int = 16) -> torch.Tensor:
+    """One page as the engine itself flattens it, which depends on the layout."""
+    flat: torch.Tensor = pool.get_data_page(page * tokens)
+    return flat.clone()
+
+
+def add_up(storage: Any) -> Any:
+    """The counts, which must add up, with nobody left."""
+    assert storage.reads.open == 0 and storage._store.open_requests() == []
+    counts = storage.ledger.snapshot()
+    assert counts.lookups == sum(counts.hits.values()) + sum(counts.misses.values())
+    return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,37 +15,6 @@ import torch
 from kvtier.errors import ClosedError, ConfigError, EngineError
 
 pytestmark = pytest.mark.usefixtures("engine_hooks")
-
-
-@pytest.fixture
-def lab() -> Any:
-    """The engine's pools and storage; imported late, since importing the engine warns."""
-    from . import staging
-
-    return staging
-
-
-@pytest.fixture
-def opened(tiny: Path, lab: Any) -> Iterator[Callable[..., Any]]:
-    """Opens storages, and closes them."""
-    running: list[Any] = []
-
-    def start(pool: Any = None, block: dict[str, Any] | None = None, **options: Any) -> Any:
-        pool = lab.mha_pool("page_first", pages=24) if pool is None else pool
-        running.append(lab.open_storage(tiny, block or lab.config(), pool, **options))
-        return running[-1]
-
-    yield start
-    for storage in running:
-        storage.close()
-
-
-def add_up(storage: Any) -> Any:
-    """The counts, which must add up, with nobody left."""
-    assert storage.reads.open == 0 and storage._store.open_requests() == []
-    counts = storage.ledger.snapshot()
-    assert counts.lookups == sum(counts.hits.values()) + sum(counts.misses.values())
-    return counts
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -156,7 +125,7 @@ def test_a_page_counts_once_per_request_however_it_is_asked_for(lab: Any, opened
         assert storage.batch_get_v1(keys[2:4], at[32:64]) == [True, True]
     assert storage.reads.open == 1
     storage.batch_built(["whole"], lambda: set())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"], counts.misses["absent"]) == (6, 4, 2)
 
     # The device has the first page by the time the rest is loaded.
@@ -164,7 +133,7 @@ def test_a_page_counts_once_per_request_however_it_is_asked_for(lab: Any, opened
         assert storage.batch_exists(keys[:4]) == 4
         assert storage.batch_get_v1(keys[1:4], at[:48]) == [True] * 3
     storage.batch_built(["trimmed"], lambda: set())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"], counts.misses["superseded"]) == (10, 7, 1)
 
     # Promised, and not fetched; then only a part of it is.
@@ -175,7 +144,7 @@ def test_a_page_counts_once_per_request_however_it_is_asked_for(lab: Any, opened
         assert storage.batch_exists(keys[:4]) == 4
         assert storage.batch_get_v1(keys[:1], at[:16]) == [True]
     storage.batch_built(["partly"], lambda: set())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"], counts.misses["dropped"]) == (18, 8, 7)
 
     # Nothing there, asked again and again; stored by another meanwhile.
@@ -185,14 +154,14 @@ def test_a_page_counts_once_per_request_however_it_is_asked_for(lab: Any, opened
         assert storage.batch_set_v1(late, lab.slots([4, 5])) == [True, True]
         assert storage.batch_exists(late) == 2 and storage.batch_get_v1(late, at[:32]) == [True, True]
     storage.batch_built(["retried"], lambda: set())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"]) == (20, 10) and counts.lookup_polls > 0
 
     # Without a request's name: a question counts nothing, a load counts itself.
     assert storage.batch_exists(keys) == 4 and storage.exists(keys[0]) and not storage.exists(keys[5])
     assert storage.ledger.snapshot().lookups == 20
     assert storage.batch_get_v1(keys, at) == [True] * 4 + [False] * 2
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"], counts.misses["absent"]) == (26, 14, 4)
 
 
@@ -208,7 +177,7 @@ def test_requests_that_vanish_are_let_go(lab: Any, opened: Callable[..., Any]) -
         storage.batch_built([], lambda: {"waiting"})
     assert storage.reads.open == 1
     storage.cache_reset()
-    assert add_up(storage).misses["absent"] == 5
+    assert lab.add_up(storage).misses["absent"] == 5
 
 
 def test_a_request_that_starts_during_its_load_keeps_its_pages_until_it_ends(
@@ -243,7 +212,7 @@ def test_a_request_that_starts_during_its_load_keeps_its_pages_until_it_ends(
         go_on.set()
         thread.join(60)
     assert answers == [[True, True]]
-    assert add_up(storage).hits["host"] == 2
+    assert lab.add_up(storage).hits["host"] == 2
 
 
 def test_a_name_that_is_used_again_during_a_load_leaves_its_pages_pinned(lab: Any, opened: Callable[..., Any]) -> None:
@@ -271,7 +240,7 @@ def test_a_name_that_is_used_again_during_a_load_leaves_its_pages_pinned(lab: An
     with storage.reads.serving("r"):
         assert storage.batch_get_v1(keys[2:], lab.slots([6, 7])) == [True, True]
     storage.batch_built(["r"], lambda: set())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert (counts.lookups, counts.hits["host"]) == (4, 4)
 
 
@@ -323,7 +292,7 @@ def test_three_threads_at_once(lab: Any, opened: Callable[..., Any], tmp_path: P
     for thread in threads:
         thread.join(120)
     assert not failures, failures[0]
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert counts.lookups == 5 * rounds and sum(counts.hits.values()) > 0
     assert storage.ledger.snapshot().errors["engine"] == 0
 
@@ -349,7 +318,7 @@ def test_a_new_engine_restores_from_nvme_and_bad_pages_are_recomputed(
         assert storage.batch_get_v1(keys, lab.slots(range(6))) == [True] * 6
     storage.batch_built(["r"], lambda: set())
     assert all(torch.equal(pool.get_data_page(n * 16), want[n]) for n in range(6))
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert counts.hits == {"host": 0, "nvme": 6}
     stats = storage.get_stats()
     assert stats.prefetch_pgs == [6] and len(stats.prefetch_bandwidth) == 1 and stats.prefetch_bandwidth[0] > 0
@@ -368,7 +337,7 @@ def test_a_new_engine_restores_from_nvme_and_bad_pages_are_recomputed(
     storage.batch_built(["bad"], lambda: set())
     assert all(torch.equal(pool.get_data_page(n * 16), want[n]) for n in range(3))
     assert bool((pool.get_data_page(3 * 16) == 3.0).all())
-    counts = add_up(storage)
+    counts = lab.add_up(storage)
     assert counts.misses["corrupt"] == 1 and counts.lookups == 12
 
 

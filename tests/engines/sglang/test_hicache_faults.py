@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,53 +16,19 @@ import torch
 
 from kvtier.testing.processes import freeze, thaw
 
-from .test_fault_tiers import PATIENCE_S, TIER_S, Server, block
+from .cache_server import PATIENCE_S, Server
+from .test_fault_tiers import TIER_S, block
 
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 PAGES = 6
 
 
-@pytest.fixture
-def lab() -> Any:
-    """The engine's pools and storage; imported late, since importing the engine warns."""
-    from . import staging
-
-    return staging
-
-
-@pytest.fixture
-def opened(tiny: Path, lab: Any) -> Iterator[Callable[..., Any]]:
-    """Opens storages, and closes them."""
-    running: list[Any] = []
-
-    def start(pool: Any, block: dict[str, Any]) -> Any:
-        running.append(lab.open_storage(tiny, block, pool))
-        return running[-1]
-
-    yield start
-    for storage in running:
-        storage.close()
-
-
-@pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pytest.importorskip("redis")
-    running = Server(tmp_path_factory.mktemp("s"))
-    yield running
-    running.kill()
-
-
-def page_of(pool: Any, page: int) -> torch.Tensor:
-    found: torch.Tensor = pool.get_data_page(page * 16)
-    return found.clone()
-
-
 def below(lab: Any, opened: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """A host pool, and its first pages, which an engine that has ended left in the lower tier of `given`."""
     pool = lab.mha_pool("page_first", pages=24)
     storage = opened(pool, given)
-    want = [page_of(pool, n) for n in range(PAGES)]
+    want = [lab.page_of(pool, n) for n in range(PAGES)]
     assert storage.batch_set_v1(lab.names(PAGES), lab.slots(range(PAGES))) == [True] * PAGES
     lab.end(storage)
     return pool, want
@@ -90,7 +56,7 @@ def restored(
     came: int = sum(answer)
     assert answer == [True] * came + [False] * (found - came)
     for n in range(PAGES):
-        page = page_of(pool, n)
+        page = lab.page_of(pool, n)
         assert torch.equal(page, want[n] if n < came else torch.full_like(page, -7.0)), (n, came)
     return came
 
@@ -105,10 +71,8 @@ def comes_back(lab: Any, storage: Any, pool: Any, want: list[torch.Tensor]) -> N
         time.sleep(0.1)
 
 
-def add_up(storage: Any) -> Any:
-    assert storage.reads.open == 0 and storage._store.open_requests() == []
-    counts = storage.ledger.snapshot()
-    assert counts.lookups == sum(counts.hits.values()) + sum(counts.misses.values())
+def add_up(lab: Any, storage: Any) -> Any:
+    counts = lab.add_up(storage)
     assert counts.errors["engine"] == 0
     return counts
 
@@ -138,13 +102,13 @@ def test_a_cache_server_that_freezes_while_pages_come_from_it(
     storage.cache_reset()
     assert storage.batch_set_v1(lab.names(2, 50), lab.slots([10, 11])) == [True, True]  # into host memory
     assert time.monotonic() - begin < TIER_S / 2  # the tier itself waits much longer
-    counts = add_up(storage)
+    counts = add_up(lab, storage)
     missed = {reason: n for reason, n in counts.misses.items() if n}
     assert sum(missed.values()) == PAGES and missed.keys() <= {"deadline", "tier_down"}, missed
     thaw(server.pid)
     monkeypatch.setattr(tier, "get_many_into", real)
     comes_back(lab, storage, pool, want)
-    add_up(storage)
+    add_up(lab, storage)
 
 
 def test_a_cache_server_that_dies_and_starts_again(
@@ -172,7 +136,7 @@ def test_a_cache_server_that_dies_and_starts_again(
     assert restored(lab, storage, pool, want, "gone") == 0
     server.start()  # over what it had on disk
     comes_back(lab, storage, pool, want)
-    add_up(storage)
+    add_up(lab, storage)
 
 
 def test_a_disk_that_is_full(
@@ -191,5 +155,5 @@ def test_a_disk_that_is_full(
         answer = storage.batch_set_v1(lab.names(10, 100 + 10 * n), lab.slots(range(10)))
         assert len(answer) == 10 and all(type(stored) is bool for stored in answer)
     assert restored(lab, storage, pool, want, "old") == PAGES
-    add_up(storage)
+    add_up(lab, storage)
     device.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,47 +17,19 @@ from kvtier.spec import Role
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 
-@pytest.fixture
-def lab() -> Any:
-    """The engine's pools and storage; imported late, since importing the engine warns."""
-    from . import staging
-
-    return staging
-
-
-@pytest.fixture
-def opened(tiny: Path, lab: Any) -> Iterator[Callable[..., Any]]:
-    """Opens storages, and closes them."""
-    running: list[Any] = []
-
-    def start(pool: Any, block: dict[str, Any] | None = None, **options: Any) -> Any:
-        running.append(lab.open_storage(tiny, block or lab.config(), pool, **options))
-        return running[-1]
-
-    yield start
-    for storage in running:
-        storage.close()
-
-
-def page_of(pool: Any, page: int, tokens: int = 16) -> torch.Tensor:
-    """One page as the engine itself flattens it, which depends on the layout."""
-    flat: torch.Tensor = pool.get_data_page(page * tokens)
-    return flat.clone()
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_round_trips_to_the_bit(lab: Any, opened: Callable[..., Any], layout: str, dtype: str) -> None:
     pool = lab.mha_pool(layout, dtype=dtype)
     storage = opened(pool)
-    before = {page: page_of(pool, page) for page in range(8)}
+    before = {page: lab.page_of(pool, page) for page in range(8)}
     assert storage.batch_set_v1(lab.names(3), lab.slots([3, 1, 6])) == [True] * 3
     pool.kv_buffer.fill_(-7.0)
     assert storage.batch_get_v1(lab.names(3), lab.slots([0, 5, 2])) == [True] * 3
     for at, was in ((0, 3), (5, 1), (2, 6)):
-        assert torch.equal(page_of(pool, at), before[was]), (layout, at)
+        assert torch.equal(lab.page_of(pool, at), before[was]), (layout, at)
     untouched = torch.full_like(before[0], -7.0)
-    assert all(torch.equal(page_of(pool, page), untouched) for page in (1, 3, 4, 6, 7))
+    assert all(torch.equal(lab.page_of(pool, page), untouched) for page in (1, 3, 4, 6, 7))
 
 
 def test_a_page_stored_under_one_layout_is_restored_into_another(
@@ -117,7 +89,7 @@ def test_mla_and_the_index_keys_beside_it(lab: Any, opened: Callable[..., Any], 
     lab.fill(index, 1)
     storage = opened(pool, page=64, beside={lab.PoolName.INDEXER: index})
     assert storage._pools["kv"].staged.spec.buffers[0].role is Role.LATENT
-    want = page_of(pool, 2, 64), page_of(index, 2, 64)
+    want = lab.page_of(pool, 2, 64), lab.page_of(index, 2, 64)
     assert storage.batch_set_v1(lab.names(1), lab.slots([2], 64)) == [True]
     assert storage.batch_set_v2([lab.transfer(lab.PoolName.INDEXER, lab.names(1), lab.slots([2], 64))]) == {
         lab.PoolName.INDEXER: [True]
@@ -128,7 +100,7 @@ def test_mla_and_the_index_keys_beside_it(lab: Any, opened: Callable[..., Any], 
     assert storage.batch_get_v2([lab.transfer(lab.PoolName.INDEXER, lab.names(1), lab.slots([4], 64))]) == {
         lab.PoolName.INDEXER: [True]
     }
-    assert torch.equal(page_of(pool, 4, 64), want[0]) and torch.equal(page_of(index, 4, 64), want[1])
+    assert torch.equal(lab.page_of(pool, 4, 64), want[0]) and torch.equal(lab.page_of(index, 4, 64), want[1])
 
 
 def test_keys_and_values_of_different_width_and_a_sliding_window_beside(lab: Any, opened: Callable[..., Any]) -> None:
@@ -242,9 +214,9 @@ def test_a_codec_of_values_is_used_for_values_only(lab: Any, opened: Callable[..
     block = {**lab.config(), "kv_cache_compression_config": [nvfp4]}
     storage = opened(pool, block, beside={lab.PoolName.MAMBA: states})
     assert storage._pools["kv"].codec.id == "nvfp4" and storage._pools["mamba"].codec.id == "raw"
-    want = page_of(pool, 1).float()
+    want = lab.page_of(pool, 1).float()
     assert storage.batch_set_v1(lab.names(1), lab.slots([1])) == [True]
     pool.kv_buffer.zero_()
     assert storage.batch_get_v1(lab.names(1), lab.slots([1])) == [True]
-    error = float((page_of(pool, 1).float() - want).norm() / want.norm())
+    error = float((lab.page_of(pool, 1).float() - want).norm() / want.norm())
     assert 0 < error < 0.15

@@ -126,9 +126,11 @@ def test_close_does_not_wait_for_what_hangs(start: Any, tiny: Path, tmp_path: Pa
     engine.compute(TOKENS)
     assert engine.linker._store.flush(PATIENCE_S)
     engine.flush()
-    hangs = {method: Gate() for method in ("_encode", "_decode")}
+    mover = engine.linker._mover
+    hangs = {"_encode": Gate(), "decode": Gate()}
     for method, hang in hangs.items():  # which never does anything: the memory is gone by then
-        monkeypatch.setattr(engine.linker._mover, method, lambda *_, hang=hang: hang.come())
+        owner = mover if method == "_encode" else mover._reader
+        monkeypatch.setattr(owner, method, lambda *_, hang=hang: hang.come())
     queue_load(engine, engine.request("loads", TOKENS))
     engine.cache.ready_to_load_host_cache()
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams

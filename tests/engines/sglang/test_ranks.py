@@ -323,8 +323,8 @@ def share(rank: Rank) -> Any:
 @pytest.mark.usefixtures("engine_hooks")
 def test_ranks_of_a_host_share_a_cache_server(start: Any, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """And an engine of one rank does not find pages of two there, nor they its own, though all are of one size."""
+    from .cache_server import Server
     from .harness import same
-    from .test_fault_tiers import Server
 
     pytest.importorskip("redis")
     folder = tmp_path_factory.mktemp("r")
