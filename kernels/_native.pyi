@@ -75,11 +75,11 @@ def read_command(
     be read."""
 
 def read_value(
-    fd: int, buffer: bytearray, start: int, end: int, out: memoryview, key: bytes
+    fd: int, buffer: bytearray, start: int, end: int, out: memoryview, key: bytes, awake_s: float
 ) -> tuple[int, int, bytes, int]:
     """Fill `out` from ``buffer[start:end]`` and then from the blocking socket `fd`, and read the line end behind it;
     what follows goes into the buffer. Start and end of what was not read, `kvtier.keys.checksum` of the value, and why
-    it is not all there: an errno, CLOSED, NO_LINE_END, or 0."""
+    it is not all there: an errno, CLOSED, NO_LINE_END, or 0. awake_s: how long it looks for more before it sleeps."""
 
 def record_checksums(covered: bytes, page: Any, origin: bytes, key: bytes) -> tuple[bytes, bytes]:
     """Of a record of the Redis tier, of which `covered`, the page's bytes and `origin` are hashed, and of the page

@@ -32,6 +32,8 @@ _VALUE_MAX = 1 << 40
 _SKIP_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
 _SEND_WAIT_S = 0.02
+_AWAKE_S = 2e-6
+"""So long a client on this machine is waited for in the middle of a value without going to sleep."""
 _BULK_HEAD = re.compile(rb"\$(\d{1,15})\r\n")
 
 Buffer = bytes | bytearray | memoryview
@@ -71,6 +73,7 @@ class Stream:
         self._tls = isinstance(connected, ssl.SSLSocket)
         self.fd = -1 if self._tls else connected.fileno()
         """-1 where bytes must go through TLS."""
+        self._awake_s = _AWAKE_S if connected.family == socket.AF_UNIX else 0.0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self.start = self.end = 0
@@ -154,7 +157,7 @@ class Stream:
                 self._read_slowly(placed, length)
                 return placed
             self.start, self.end, placed.checksum, failed = _native.read_value(
-                self.fd, self._buffer, self.start, self.end, view, placed.page
+                self.fd, self._buffer, self.start, self.end, view, placed.page, self._awake_s
             )
             if failed == _native.NO_LINE_END:
                 raise ProtocolError("expected the end of the bulk")

@@ -99,9 +99,9 @@ BUFFER_BYTES = 1 << 12
 
 @pytest.mark.parametrize("nbytes", [0, 1, 16, 5000, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, (1 << 20) + 3])
 @pytest.mark.parametrize("here", [0, 1, 700, BUFFER_BYTES])
-@pytest.mark.parametrize("behind", [b"", b"next", bytes(9000)])
+@pytest.mark.parametrize(("behind", "awake_s"), [(b"", 1e-5), (b"next", 0.0), (bytes(9000), 2e-6)])
 def test_a_value_is_read_from_the_buffer_and_the_socket(
-    pair: tuple[socket.socket, socket.socket], nbytes: int, here: int, behind: bytes
+    pair: tuple[socket.socket, socket.socket], nbytes: int, here: int, behind: bytes, awake_s: float
 ) -> None:
     """As far as it is in the buffer from there, whatever of the line end that leaves for the socket."""
     ours, theirs = pair
@@ -112,7 +112,9 @@ def test_a_value_is_read_from_the_buffer_and_the_socket(
     buffer, out = bytearray(start) + sent[:here], bytearray(nbytes)
     thread = threading.Thread(target=theirs.sendall, args=(sent[here:],))
     thread.start()
-    start, end, digest, error = _native.read_value(ours.fileno(), buffer, start, BUFFER_BYTES, memoryview(out), key)
+    start, end, digest, error = _native.read_value(
+        ours.fileno(), buffer, start, BUFFER_BYTES, memoryview(out), key, awake_s
+    )
     assert not error and out == value
     assert digest == xxhash.xxh3_128_digest(value, int.from_bytes(key[:8], "little"))
     rest = bytes(buffer[start:end])
@@ -128,7 +130,7 @@ def test_a_value_that_does_not_come_is_told(pair: tuple[socket.socket, socket.so
     buffer, out = bytearray(100), memoryview(bytearray(10))
 
     def read(end: int) -> int:
-        return _native.read_value(ours.fileno(), buffer, 0, end, out, bytes(32))[3]
+        return _native.read_value(ours.fileno(), buffer, 0, end, out, bytes(32), 0.0)[3]
 
     buffer[:12] = b"0123456789ab"
     assert read(12) == _native.NO_LINE_END
@@ -140,11 +142,11 @@ def test_a_value_that_does_not_come_is_told(pair: tuple[socket.socket, socket.so
     assert _native.read_command(ours.fileno(), buffer, 7, 7, 9, 9, 9) == (0, 0, None, 0, -1, _native.CLOSED)
     for start, end in ((5, 4), (0, 101)):
         with pytest.raises(ValueError, match="in the buffer"):
-            _native.read_value(ours.fileno(), buffer, start, end, out, bytes(32))
+            _native.read_value(ours.fileno(), buffer, start, end, out, bytes(32), 0.0)
         with pytest.raises(ValueError, match="in the buffer"):
             _native.read_command(ours.fileno(), buffer, start, end, 9, 9, 9)
     with pytest.raises(ValueError, match="8 bytes"):
-        _native.read_value(ours.fileno(), buffer, 0, 0, out, b"short")
+        _native.read_value(ours.fileno(), buffer, 0, 0, out, b"short", 0.0)
 
 
 @pytest.mark.parametrize(
