@@ -20,33 +20,13 @@ from kvtier.storage_backends.redis import node as node_module
 from kvtier.storage_backends.redis import tier as tier_module
 from kvtier.storage_backends.redis.options import RedisOptions, TlsOptions
 from kvtier.storage_backends.redis.tier import RedisTier
-from kvtier.storage_backends.redis.topology import slot_of
 from kvtier.testing import redis_servers
-from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
-from kvtier.testing.redis_servers import RedisCluster, RedisServer, ask, find_server, kept_port, kinds, wait_for
+from kvtier.testing.pages import item_of, key_of
+from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port, kinds, wait_for
+from tests.redis_pages import DOCUMENTED_RULES, LRU, PAGE, PATIENCE_S, get, put
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no redis-server: apt-get install redis-server")
-
-PAGE = 30_000
-PATIENCE_S = 60.0
-"""How long is waited for what must happen: long, since it says nothing about speed."""
-DOCUMENTED_RULES = [
-    "~kvtier:1:*",
-    "+get",
-    "+set",
-    "+getrange",
-    "+unlink",
-    "+del",
-    "+info",
-    "+cluster|slots",
-    "+config|get",
-    "+asking",
-    "+select",
-    "+ping",
-]
-"""From docs/redis.md."""
-LRU = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
 
 
 @pytest.fixture(scope="module", autouse=True, params=kinds("redis", "valkey"))
@@ -57,21 +37,6 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         # What a server says of itself at the start is asked for once, and a busy machine may take its time.
         patch.setattr(tier_module, "_START_S", PATIENCE_S)
         yield request.param
-
-
-def put(tier: RedisTier, numbers: range, nbytes: int = PAGE) -> list[PutStatus]:
-    return tier.put_many([item_of(key_of(n), nbytes) for n in numbers])
-
-
-def get(tier: RedisTier, numbers: range, nbytes: int = PAGE, deadline_s: float | None = None) -> list[GetStatus]:
-    """Statuses, after every hit's bytes were found right."""
-    keys = [key_of(n) for n in numbers]
-    outs = [aligned_buffer(nbytes) for _ in keys]
-    results = tier.get_many_into(keys, outs, deadline_s)
-    for key, out, result in zip(keys, outs, results, strict=True):
-        if result.status is GetStatus.HIT:
-            assert belongs(key, out)
-    return [r.status for r in results]
 
 
 @pytest.fixture
@@ -405,171 +370,3 @@ def test_tls_with_client_certificates(certificates: Path, tmp_path: Path, caplog
         assert "certificate" in caplog.text.lower()
     finally:
         server.stop()
-
-
-# ---- more than one server
-
-
-def test_sentinel_failover_is_followed(tmp_path: Path) -> None:
-    servers = [RedisServer(tmp_path / "a", *LRU)]
-    try:
-        first = servers[0]
-        servers.append(RedisServer(tmp_path / "b", *LRU, "--replicaof", "127.0.0.1", str(first.port)))
-        config = tmp_path / "sentinel.conf"
-        config.write_text(
-            f"sentinel monitor pages 127.0.0.1 {first.port} 1\nsentinel down-after-milliseconds pages 60000\n"
-            f"sentinel known-replica pages 127.0.0.1 {servers[1].port}\n"
-        )
-        sentinel_folder = tmp_path / "s"
-        sentinel_folder.mkdir()
-        port = kept_port()
-        binary = find_server()
-        assert binary is not None
-        log = (sentinel_folder / "log").open("wb")
-        sentinel = subprocess.Popen(
-            [binary, str(config), "--sentinel", "--port", str(port), "--bind", "127.0.0.1"], stdout=log, stderr=log
-        )
-        try:
-            wait_for(lambda: _connects(port), "the sentinel does not listen")
-            wait_for(lambda: "slaves=1" in ask(port, "INFO", "sentinel"), "the sentinel sees no replica", PATIENCE_S)
-            tier = RedisTier(RedisOptions.of(f"redis://127.0.0.1:{port}", service="pages", timeout_s=PATIENCE_S))
-            assert put(tier, range(3)) == [PutStatus.STORED] * 3
-            wait_for(lambda: ask(servers[1].port, "DBSIZE") == "3", "the replica does not follow")
-            wait_for(lambda: _takes(port, "SENTINEL", "FAILOVER", "pages"), "the sentinel knows no replica to promote")
-            wait_for(lambda: _is_master(servers[1].port), "no failover", PATIENCE_S)
-            follow = ("REPLICAOF", "127.0.0.1", str(servers[1].port))  # the sentinel would take ten seconds
-            wait_for(lambda: _takes(first.port, *follow), "the old master does not follow the new one")
-            wait_for(
-                lambda: PutStatus.STORED in put(tier, range(10, 12)) or PutStatus.EXISTS in put(tier, range(10, 12)),
-                "the new master is not found",
-                PATIENCE_S,
-            )
-            assert get(tier, range(3)) == [GetStatus.HIT] * 3
-            assert ask(servers[1].port, "EXISTS", tier._name(key_of(10)).decode()) == "1"
-            tier.close()
-        finally:
-            sentinel.kill()
-            sentinel.wait()
-            log.close()
-    finally:
-        for server in servers:
-            server.stop()
-
-
-def _is_master(port: int) -> bool:
-    try:
-        return "role:master" in ask(port, "INFO", "replication")
-    except OSError:  # a server cuts its clients off when its role changes
-        return False
-
-
-def _takes(port: int, *command: str) -> bool:
-    """Whether a command is answered with OK; not while servers change their parts, or do not know each other yet."""
-    try:
-        return ask(port, *command) == "OK"
-    except (OSError, RuntimeError):
-        return False
-
-
-def _connects(port: int) -> bool:
-    try:
-        return ask(port, "PING") == "PONG"
-    except OSError:
-        return False
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
-    cluster = RedisCluster(tmp_path, 3, LRU)
-    yield cluster
-    cluster.stop()
-
-
-def test_cluster_slot_migrated_and_node_killed_during_traffic(cluster: RedisCluster) -> None:
-    """Readers and writers run while one slot moves and one node dies: no wrong byte, no call that hangs, and every page
-    of the nodes that stay is a hit at the end."""
-    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=PATIENCE_S))
-    assert tier.counters().nodes == 3
-    pages = range(60)
-    assert put(tier, pages) == [PutStatus.STORED] * 60
-    assert get(tier, pages) == [GetStatus.HIT] * 60
-    owners = {n: cluster.owner(slot_of(tier._name(key_of(n)))) for n in pages}
-    assert set(owners.values()) == {0, 1, 2}
-
-    stop = threading.Event()
-    failures: list[str] = []
-    rounds = [0, 0]
-
-    def traffic(number: int) -> None:
-        while not stop.is_set():
-            n = 1000 * (number + 1) + 5 * (rounds[number] % 40)  # no more than the servers have room for
-            try:
-                statuses = get(tier, pages)  # verifies every hit's bytes
-            except AssertionError:
-                failures.append("wrong bytes")
-                return
-            put(tier, range(n, n + 5))
-            rounds[number] += 1
-            if GetStatus.CORRUPT in statuses:
-                failures.append("corrupt")
-
-    threads = [threading.Thread(target=traffic, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        moved = next(n for n in pages if owners[n] == 0)
-        slot = slot_of(tier._name(key_of(moved)))
-        migrate(cluster, slot, 0, 1)
-        wait_for(lambda: tier.counters().redirects > 0, "no redirection was followed", PATIENCE_S)
-        assert get(tier, range(moved, moved + 1)) == [GetStatus.HIT]
-        cluster.nodes[2].stop()
-        before = list(rounds)
-        wait_for(
-            lambda: bool(failures) or all(now >= then + 5 for now, then in zip(rounds, before, strict=True)),
-            "calls hang since a node is gone",
-            PATIENCE_S / 2,
-        )
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not failures
-    statuses = get(tier, pages)
-    for n, status in zip(pages, statuses, strict=True):
-        assert (status is GetStatus.HIT) == (owners[n] != 2), (n, owners[n], status)
-    cluster.nodes[2].start()
-    lost = next(n for n in pages if owners[n] == 2)
-    wait_for(lambda: put(tier, range(lost, lost + 1)) == [PutStatus.STORED], "the node is not used again", PATIENCE_S)
-    assert get(tier, range(lost, lost + 1)) == [GetStatus.HIT]
-    tier.close()
-
-
-def test_cluster_ask_is_followed_without_changing_the_picture(cluster: RedisCluster) -> None:
-    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=PATIENCE_S))
-    n = next(n for n in range(100) if cluster.owner(slot_of(tier._name(key_of(n)))) == 0)
-    slot = slot_of(tier._name(key_of(n)))
-    ids = [cluster.ask(i, "CLUSTER", "MYID") for i in range(2)]
-    cluster.ask(1, "CLUSTER", "SETSLOT", str(slot), "IMPORTING", ids[0])
-    cluster.ask(0, "CLUSTER", "SETSLOT", str(slot), "MIGRATING", ids[1])
-    refreshes = tier.counters().refreshes
-    assert put(tier, range(n, n + 1)) == [PutStatus.STORED]
-    assert get(tier, range(n, n + 1)) == [GetStatus.HIT]
-    assert tier.counters().redirects >= 2
-    assert tier.counters().refreshes == refreshes
-    assert cluster.ask(1, "CLUSTER", "COUNTKEYSINSLOT", str(slot)) == "1"
-    tier.close()
-
-
-def migrate(cluster: RedisCluster, slot: int, source: int, target: int) -> None:
-    """Move a slot with its keys, as `redis-cli --cluster reshard` does."""
-    ids = [cluster.ask(i, "CLUSTER", "MYID") for i in range(len(cluster.nodes))]
-    cluster.ask(target, "CLUSTER", "SETSLOT", str(slot), "IMPORTING", ids[source])
-    cluster.ask(source, "CLUSTER", "SETSLOT", str(slot), "MIGRATING", ids[target])
-    time.sleep(0.2)  # for traffic to meet a slot between two nodes, not a wait for anything
-    with redis.Redis(port=cluster.nodes[source].port) as client:
-        names = client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100)
-        for name in names:
-            client.execute_command("MIGRATE", "127.0.0.1", cluster.nodes[target].port, name, 0, 60_000)
-    for i in (target, source):
-        cluster.ask(i, "CLUSTER", "SETSLOT", str(slot), "NODE", ids[target])
