@@ -172,6 +172,25 @@ class Lookup:
     def replace(self, keys: Sequence[bytes]) -> list[int]:
         """Ask for `keys` instead. Pages asked before and not now are counted as superseded, and their pins returned for
         release; pages asked before and still keep their state; new ones have neither pin nor reason yet."""
+        skipped = len(self.keys) - len(keys)
+        if skipped > 0 and keys and self.keys[skipped:] == list(keys):
+            return self.skip(skipped)
+        return self.exchange(keys)
+
+    def skip(self, pages: int) -> list[int]:
+        """As `replace` by what follows the first `pages`."""
+        for i, key in enumerate(self.keys[:pages]):
+            self.superseded[key] = self.misses.get(i, MissReason.SUPERSEDED)
+        released = [pin for pin in self.pins[:pages] if pin != UNPINNED]
+        self.keys, self.pins, self.distinct = self.keys[pages:], self.pins[pages:], set()
+        self.origins = {i - pages: tier for i, tier in self.origins.items() if i >= pages}
+        self.misses = {i - pages: why for i, why in self.misses.items() if i >= pages}
+        self.arrivals = {i - pages: at for i, at in self.arrivals.items() if i >= pages}
+        self.loading = {key: i - pages for key, i in self.loading.items() if i >= pages}
+        return released
+
+    def exchange(self, keys: Sequence[bytes]) -> list[int]:
+        """As `replace`, by any pages."""
         old = {key: i for i, key in enumerate(self.keys)}
         pins, origins, misses, loading, arrivals = self.pins, self.origins, self.misses, self.loading, self.arrivals
         self.keys, self.distinct = list(keys), set()

@@ -3,6 +3,7 @@ is counted before anybody reads it."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,6 +136,33 @@ def test_a_tail_that_got_shorter_keeps_its_pages_and_what_was_not_asked_for() ->
         )
         store.settle("r")
         assert counted(store) == ({"host": 2, "nvme": 1}, {"superseded": 2, "absent": PAGES - 5})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    places=st.lists(st.sampled_from(["host", "nvme", "nowhere"]), min_size=PAGES, max_size=PAGES),
+    skipped=st.integers(1, PAGES - 1),
+)
+def test_skipping_pages_leaves_what_any_exchange_would(places: list[str], skipped: int) -> None:
+    """While some are on their way: the tier below does not answer."""
+    where = {name: {i for i, place in enumerate(places) if place == name} for name in set(places)}
+    with opened(where.get("host", set()), where.get("nvme", set()), set()) as store:
+        lower = store.lower[0]
+        assert isinstance(lower, DictTier)
+        lower.gate.clear()
+        lookup = ask(store, [])
+        other = copy.deepcopy(state_of(lookup))
+        tail = lookup.keys[skipped:]
+        twin = copy.copy(lookup)
+        for name, value in other.items():
+            setattr(twin, name, value)
+        assert lookup.replace(tail) == twin.exchange(tail)
+        assert state_of(lookup) == state_of(twin)
+        lower.gate.set()
+
+
+def state_of(lookup: Lookup) -> dict[str, object]:
+    return {name: getattr(lookup, name) for name in ("keys", "pins", "origins", "misses", "loading", "superseded")}
 
 
 def test_what_another_thread_counts_is_there_for_who_reads() -> None:
