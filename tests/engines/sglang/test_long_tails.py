@@ -15,6 +15,9 @@ import pytest
 pytestmark = pytest.mark.usefixtures("engine_hooks")
 
 PAGE = 16
+STEP_S = 0.001
+"""The promise. A quarter of the steps must keep to five times of it on a core: machines differ, and what else runs on
+one only slows."""
 
 
 def prompt(n: int, pages: int) -> list[int]:
@@ -137,6 +140,7 @@ def test_a_step_looks_up_no_more_than_its_budget(
         f"\n{pages} pages: {len(steps.pages)} steps, median {statistics.median(steps.core_s) * 1e6:.0f} us on a core, "
         f"longest {max(steps.core_s) * 1e6:.0f} us"
     )
+    assert statistics.quantiles(steps.core_s, n=4)[0] < 5 * STEP_S
     for req in [*tails.values(), *short]:
         steps.drop(req)
     engine.assert_nothing_held()
