@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -46,11 +46,12 @@ class HotBuffer:
 @dataclass(frozen=True, slots=True)
 class HotPool:
     """The hot buffers of every page, in the order of `spec.buffers`. device: where they lie, as torch names it; only
-    "cpu" has memory that this process may read."""
+    "cpu" has memory that this process may read. owner: what keeps the memory alive where the buffers do not."""
 
     spec: PageSpec
     buffers: tuple[HotBuffer, ...]
     device: str = "cpu"
+    owner: Any = field(default=None, repr=False, compare=False)
 
     @property
     def num_pages(self) -> int:

@@ -41,6 +41,9 @@ class Attention(str, Enum):
     NONE = "none"
 
 
+_SPAN_BYTES = 1 << 36
+_MOST_BYTES = 1 << 44
+"""More than there is memory behind the start of a pool."""
 Shape = tuple[tuple[int, ...], str]
 """One kernel group: its shape and the name torch gives its dtype."""
 
@@ -59,19 +62,30 @@ class ChunkLayout:
 
     def pool(self, chunks: Sequence[Chunk]) -> tuple[HotPool, npt.NDArray[np.int64]]:
         """A pool in which each of `chunks` is one page, and the numbers of their pages. Page p lies p bytes behind the
-        first chunk: chunks are anywhere in memory. A partial chunk is alone in its pool, which ends with its tokens."""
-        base = min(chunk.address for chunk in chunks)
-        ids = np.array([chunk.address - base for chunk in chunks], dtype=np.int64)
-        tokens = (int(ids.max()) + 1) * self.spec.page_tokens
+        pool's start: chunks are anywhere in memory. A partial one is alone in its pool, which ends with its tokens."""
+        owner = [chunk.owner for chunk in chunks]
         if self.whole is not None:
             (partial,) = chunks
-            tokens = partial.tokens or 0
-        owner = [chunk.owner for chunk in chunks]
-        buffers = tuple(
-            HotBuffer(base + offset, 1, 0, b.dim * b.dtype.itemsize, tokens, owner)
-            for b, offset in zip(self.spec.buffers, self.offsets, strict=True)
-        )
-        return HotPool(self.spec, buffers), ids
+            start, buffers = partial.address, _buffers(self, partial.address, partial.tokens or 0)
+        else:
+            lowest = min(chunk.address for chunk in chunks)
+            start = (lowest - 1) // _SPAN_BYTES * _SPAN_BYTES + 1  # no buffer has the address 0
+            buffers = _whole_buffers(self, start)
+        ids = np.array([chunk.address - start for chunk in chunks], dtype=np.int64)
+        return HotPool(self.spec, buffers, owner=owner), ids
+
+
+def _buffers(layout: ChunkLayout, start: int, tokens: int) -> tuple[HotBuffer, ...]:
+    return tuple(
+        HotBuffer(start + offset, 1, 0, b.dim * b.dtype.itemsize, tokens, None)
+        for b, offset in zip(layout.spec.buffers, layout.offsets, strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _whole_buffers(layout: ChunkLayout, start: int) -> tuple[HotBuffer, ...]:
+    """Of whole chunks anywhere behind `start`: there are few starts, and a chunk has many buffers."""
+    return _buffers(layout, start, _MOST_BYTES * layout.spec.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
