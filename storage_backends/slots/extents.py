@@ -67,7 +67,8 @@ class ExtentAllocator:
         self._free_at: dict[int, int] = {}  # start -> size
         self._free_end: dict[int, int] = {}  # end -> start
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
-        self._extent_at: dict[int, Extent] = {}
+        self.by_start: dict[int, Extent] = {}
+        """Extents by where they begin; for reading."""
         self._extent_end: dict[int, Extent] = {}
         self._open: dict[int, dict[int, Extent]] = {}  # slot size -> extents with a free slot, by start
         for region in regions:
@@ -95,7 +96,7 @@ class ExtentAllocator:
     def release(self, start: int, offset: int) -> int:
         """Free one slot of the extent that begins at `start`, and tell its size; an extent without users goes back to
         the free ranges."""
-        extent = self._extent_at[start]
+        extent = self.by_start[start]
         position = (offset - extent.start) // extent.slot_bytes
         extent.rows[position] = -1
         extent.free.append(position)
@@ -107,7 +108,7 @@ class ExtentAllocator:
         return extent.slot_bytes
 
     def extent_at(self, start: int) -> Extent:
-        return self._extent_at[start]
+        return self.by_start[start]
 
     def neighbourhood(
         self, extent: Extent, need_bytes: int, cost: Callable[[Extent], int | None]
@@ -119,7 +120,7 @@ class ExtentAllocator:
         chosen = [extent]
         start, end = self._widen(extent.start, extent.end)
         while end - start < need_bytes:
-            right = self._extent_at.get(end) if end not in self._edges else None
+            right = self.by_start.get(end) if end not in self._edges else None
             left = self._extent_end.get(start) if start not in self._edges else None
             sides = [(c, e.start, e) for e in (right, left) if e is not None and (c := cost(e)) is not None]
             if not sides:
@@ -136,11 +137,11 @@ class ExtentAllocator:
         return start + size
 
     def extents(self) -> list[Extent]:
-        return list(self._extent_at.values())
+        return list(self.by_start.values())
 
     def free_bytes(self) -> int:
         """Bytes in free ranges and in free slots."""
-        open_bytes = sum(len(e.free) * e.slot_bytes for e in self._extent_at.values())
+        open_bytes = sum(len(e.free) * e.slot_bytes for e in self.by_start.values())
         return sum(self._free_at.values()) + open_bytes
 
     def restore(self, start: int, slot_bytes: int, rows: Sequence[int]) -> Extent:
@@ -186,7 +187,7 @@ class ExtentAllocator:
         return extent
 
     def _register(self, extent: Extent) -> None:
-        self._extent_at[extent.start] = extent
+        self.by_start[extent.start] = extent
         self._extent_end[extent.end] = extent
         if extent.free:
             self._open.setdefault(extent.slot_bytes, {})[extent.start] = extent
@@ -200,7 +201,7 @@ class ExtentAllocator:
     def _dissolve(self, extent: Extent) -> None:
         if extent.start in self._open.get(extent.slot_bytes, {}):
             self._close(extent)
-        del self._extent_at[extent.start]
+        del self.by_start[extent.start]
         del self._extent_end[extent.end]
         start, end = self._widen(extent.start, extent.end)
         if start < extent.start:

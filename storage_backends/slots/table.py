@@ -77,6 +77,7 @@ class SlotTable:
         self._spec_ids: dict[bytes, int] = {}
         self.removed: list[Removed] = []  # since `take_removed`
         self._changes = 0  # moves whenever a slot may have become evictable or free
+        self._spare = -1  # a free row that still has its slot: of the page replaced last, mostly what is wanted next
         self._full_since: dict[int, int] = {}  # slot size -> _changes when no room could be made
         self._counts = dict.fromkeys(Removal, 0)
         self._replaced = 0  # of those that were deleted
@@ -101,6 +102,16 @@ class SlotTable:
             return PutStatus.TOO_LARGE
         slot_bytes = -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN or SLOT_ALIGN
         rows = self.rows
+        row, self._spare = self._spare, -1
+        if row >= 0 and self._slots.by_start[rows.extent[row]].slot_bytes == slot_bytes:
+            rows.nbytes[row], rows.state[row], rows.pin[row] = nbytes, FILLING, 1
+            rows.key_bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+            self._filling[key] = row
+            self.used_bytes += slot_bytes
+            return row
+        if row >= 0:
+            self._slots.release(rows.extent[row], rows.offset[row])
+            rows.vacate(row)
         row = rows.vacant.pop() if rows.vacant else rows.new()
         taken = self._slots.take(slot_bytes, row)
         if taken is None and self._make_room(slot_bytes):
@@ -191,10 +202,15 @@ class SlotTable:
         if rows.pin[old]:
             rows.state[old] = DOOMED
             return True
-        rows.state[old] = FREE
-        rows.vacant.append(old)
         self._origins.pop(old, None)
-        self.used_bytes -= self._slots.release(rows.extent[old], rows.offset[old])
+        rows.state[old] = FREE
+        start = rows.extent[old]
+        if self._spare < 0:
+            self._spare = old
+            self.used_bytes -= self._slots.by_start[start].slot_bytes
+        else:
+            rows.vacant.append(old)
+            self.used_bytes -= self._slots.release(start, rows.offset[old])
         return True
 
     def abort(self, row: int) -> bytes:

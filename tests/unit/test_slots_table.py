@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError, SpecError
 from kvtier.replay.reference import _Tier as ReferenceTier
 from kvtier.replay.stack import Policy
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
-from kvtier.storage_backends.slots.extents import Region
+from kvtier.storage_backends.slots.extents import Region, slot_bytes_of
 from kvtier.storage_backends.slots.order import order_of
 from kvtier.storage_backends.slots.table import SlotTable
 from kvtier.testing.pages import item_of, key_of
@@ -226,57 +226,84 @@ def test_priorities_are_lanes_of_their_own() -> None:
         assert sorted(gone[10:]) == sorted(key_of(n) for n in range(1, 30, 3))
 
 
-STEPS = st.lists(
-    st.tuples(st.integers(0, 11), st.integers(0, 3), st.sampled_from([1, 4096, 5000]), st.integers(-1, 1)), max_size=60
-)
+def steps_of(*sizes: int) -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
+    """Name, what to do, bytes, priority."""
+    one = st.tuples(st.integers(0, 11), st.integers(0, 3), st.sampled_from(sizes), st.integers(-1, 1))
+    return st.lists(one, max_size=60)
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 @settings(max_examples=60, deadline=None)
-@given(steps=STEPS)
+@given(steps=steps_of(0, 1, 4095))
 def test_replacing_in_one_step_is_what_its_parts_are(policy: str, steps: list[tuple[int, int, int, int]]) -> None:
-    """Values of twelve names, each under a page of its own, in a table with room for fewer of them."""
-    one, parts = (SlotTable([Region(0, 9 * 4096)], 8192, order_of(policy)) for _ in range(2))
+    """Values of twelve names, each under a page of its own, in a table with room for nine of them."""
+    one, parts = tables = [SlotTable([Region(0, 9 * 4096)], 8192, order_of(policy)) for _ in range(2)]
     names: dict[int, bytes] = {}
-    held: list[list[int]] = []
+    held: list[list[list[int]]] = []
     for step, (name, what, nbytes, priority) in enumerate(steps):
         old, key = names.get(name, b""), key_of(100 + step)
         if what == 0 and old:
-            pins = [table.pin([old]) for table in (one, parts)]
-            assert pins[0] == pins[1]
+            pins = [table.pin([old]) for table in tables]
+            assert (pins[0][0] < 0) == (pins[1][0] < 0)
             if pins[0][0] >= 0:
-                held.append(pins[0])
+                held.append(pins)
             continue
         if what == 1 and held:
-            pin = held.pop()
-            one.unpin(pin)
-            parts.unpin(pin)
+            for table, pin in zip(tables, held.pop(), strict=True):
+                table.unpin(pin)
             continue
-        rows = [table.reserve(key, nbytes + 1) for table in (one, parts)]
-        assert rows[0] == rows[1]
-        news = one.take_removed()
-        assert news == parts.take_removed()
-        row = rows[0]
-        if not isinstance(row, int):
+        first, second = (table.reserve(key, nbytes + 1) for table in tables)
+        assert one.take_removed() == parts.take_removed()
+        if not isinstance(first, int) or not isinstance(second, int):
+            assert first is second
             continue
         meta = meta_of(nbytes, step)._replace(priority=priority)
-        parts.stage(row, meta)
-        parts.publish(row, priority)
-        parts.unpin([row])
+        parts.stage(second, meta)
+        parts.publish(second, priority)
+        parts.unpin([second])
         gone = parts.remove(old, Removal.DELETED)
-        assert one.publish_over(row, key, meta, old) == gone
+        assert one.publish_over(first, key, meta, old) == gone
         assert not one.take_removed()
         assert [r.key for r in parts.take_removed()] == ([old] if gone else [])
         names[name] = key
         with pytest.raises(SpecError):
-            one.publish_over(row, key, meta, b"")
-    assert one.entries(staged=True) == parts.entries(staged=True)
-    usages = [table.usage(capacity_bytes=9 * 4096, put_bytes=0, get_bytes=0) for table in (one, parts)]
+            one.publish_over(first, key, meta, b"")
+    described = [[(e.key, e.meta) for e in table.entries(staged=True)] for table in tables]
+    assert described[0] == described[1]
+    usages = [table.usage(capacity_bytes=9 * 4096, put_bytes=0, get_bytes=0) for table in tables]
     assert usages[0] == usages[1]
-    for pin in held:
-        one.unpin(pin)
-        parts.unpin(pin)
-    assert (one.used_bytes, one.find(list(names.values()))) == (parts.used_bytes, parts.find(list(names.values())))
+    for pins in held:
+        for table, pin in zip(tables, pins, strict=True):
+            table.unpin(pin)
+    assert one.used_bytes == parts.used_bytes
+    for key in list(names.values()):
+        assert one.remove(key, Removal.DELETED) == parts.remove(key, Removal.DELETED)
+    assert one.used_bytes == parts.used_bytes == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@settings(max_examples=60, deadline=None)
+@given(steps=steps_of(1, 4096, 4097, 20_000, 70_000))
+def test_replaced_pages_of_all_sizes_leave_their_space(policy: str, steps: list[tuple[int, int, int, int]]) -> None:
+    capacity = 30 * 4096
+    table = SlotTable([Region(0, capacity)], capacity, order_of(policy))
+    names: dict[int, bytes] = {}
+    for step, (name, what, nbytes, priority) in enumerate(steps):
+        key = key_of(100 + step)
+        row = table.reserve(key, nbytes)
+        assert isinstance(row, int), row
+        if what == 0:
+            table.abort(row)
+            continue
+        table.publish_over(row, key, meta_of(nbytes, step)._replace(priority=priority), names.get(name, b""))
+        names[name] = key
+        entries = table.entries(staged=True)
+        spans = sorted((e.offset, e.offset + slot_bytes_of(e.meta.nbytes)) for e in entries)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)) and (not spans or spans[-1][1] <= capacity)
+        assert table.used_bytes == sum(end - start for start, end in spans)
+        assert key in {e.key for e in entries}
+    whole = table.reserve(key_of(1), capacity)
+    assert isinstance(whole, int) and len(table) == 0, "every slot joins the others again"
 
 
 def test_replacing_refuses_what_its_parts_refuse() -> None:
