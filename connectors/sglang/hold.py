@@ -145,7 +145,7 @@ def _partition(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> set[in
 def _look_up_new(linker: KVTierLinker, scheduler: Any, queue: list[Any]) -> None:
     """The first lookups of requests in the order of the queue, as many as fit into a step. SGLang's part of them is
     collective: here nothing may depend on what this rank has found."""
-    left = steps.STEP_PAGES // 2  # what they leave is for those that were looked up in part
+    left = steps.NEW_PAGES
     for req in queue if linker.has_new() else ():
         if not linker.is_new(req.rid):
             continue

@@ -29,7 +29,8 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step looks up few pages, so that short tails are long ones, and counts none on the scheduler's thread."""
     from kvtier.connectors.sglang import steps
 
-    for name, value in {"STEP_PAGES": 12, "FIRST_PAGES": 4, "REQUEST_PAGES": 2, "COUNTED_PAGES": 0}.items():
+    small = {"STEP_PAGES": 12, "NEW_PAGES": 6, "FIRST_PAGES": 4, "REQUEST_PAGES": 2, "COUNTED_PAGES": 0}
+    for name, value in small.items():
         monkeypatch.setattr(steps, name, value)
 
 

@@ -261,7 +261,7 @@ def in_pieces(script: Any, rank: Rank) -> Any:
     """`script` where a step looks up so few pages that every request is looked up in several."""
     from kvtier.connectors.sglang import steps
 
-    steps.STEP_PAGES, steps.FIRST_PAGES, steps.REQUEST_PAGES, steps.COUNTED_PAGES = 8, 3, 1, 0
+    steps.STEP_PAGES, steps.NEW_PAGES, steps.FIRST_PAGES, steps.REQUEST_PAGES, steps.COUNTED_PAGES = 8, 4, 3, 1, 0
     return script(rank)
 
 
