@@ -36,7 +36,9 @@ def calibrate(
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--text {str(text)!r} cannot be read ({e}): give a file of UTF-8 text") from None
+        raise ConfigError(
+            f"--text {str(text)!r} cannot be read ({getattr(e, 'strerror', None) or e}): give a file of UTF-8 text"
+        ) from None
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     try:
         import torch

@@ -285,7 +285,9 @@ def _text(option: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{option} {str(path)!r} cannot be read ({e}): give a file of UTF-8 text") from None
+        raise ConfigError(
+            f"{option} {str(path)!r} cannot be read ({getattr(e, 'strerror', None) or e}): give a file of UTF-8 text"
+        ) from None
 
 
 def import_torch() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import typer
 from kvtier.cli.eval_compaction_tasks import RUNS_MAX, TASKS
 from kvtier.cli.eval_compaction_units import Plan, chosen, collect, collect_sparse, numbers, spread, work
 from kvtier.cli.options import at_least, at_most, check_writable
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, missing_extra
 
 METHODS = ("kvzip", "kvzip_uniform", "hak", "omp", "oracle", "random", "recent")
 USUAL = ("random", "recent", "kvzip", "hak", "omp", "oracle")
@@ -65,6 +66,9 @@ def evaluate(
         questions,
         sparse or report is not None,
     )
+    for package in ("torch", "transformers", "scipy"):  # before processes are started that need them
+        if importlib.util.find_spec(package) is None:
+            raise missing_extra(package, "compaction")
     if part is not None:
         if work_folder is None:
             raise ConfigError("--part belongs to --work")

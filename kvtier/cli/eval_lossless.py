@@ -46,9 +46,9 @@ def evaluate(
     at_least(PAGE_TOKENS, tokens=tokens)
     if tokens % PAGE_TOKENS:
         raise ConfigError(f"--tokens {tokens}: give a multiple of {PAGE_TOKENS}, the tokens of a page")
+    bench = ColdPageEval.load(model)  # says which extra is missing, if one is
     import torch
 
-    bench = ColdPageEval.load(model)
     with torch.inference_mode():
         layers = bench.cache_of(bench.windows(1, tokens))
         records = [measure(layers, dtype) for dtype in DTYPES]
