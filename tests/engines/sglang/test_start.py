@@ -331,7 +331,12 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
         def has_new(self) -> bool:
             return False
 
-        staged = False
+        def look_on(self) -> None:
+            self.steps.append("looked on")
+
+        staged = looks_up = False
+        steps: list[str] = []  # noqa: RUF012
+        budget = SimpleNamespace(begin=lambda: Linker.steps.append("began"), end=lambda: Linker.steps.append("ended"))
         compacted = SimpleNamespace(started=lambda reqs, chunked, abort: None)
 
         def agree(self, waiting: Any) -> None:
@@ -354,14 +359,14 @@ def test_the_queue_keeps_its_order_around_held_requests() -> None:
 
     hold.build_batch(original, scheduler, None, None)
     assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"] == linker.kept
-    assert linker.started == ["a"]
+    assert linker.started == ["a"] and linker.steps == ["began", "looked on", "ended"]
 
     def failing(*_: Any) -> Any:
         raise RuntimeError("the engine's own")
 
     with pytest.raises(RuntimeError):
         hold.build_batch(failing, scheduler, None, None)
-    assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"]
+    assert [r.rid for r in scheduler.waiting_queue] == ["b", "c", "d", "e"] and linker.steps[3:] == linker.steps[:3]
 
 
 def test_a_request_that_is_found_waiting_when_it_would_be_added_stays_in_the_queue() -> None:
