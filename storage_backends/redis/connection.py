@@ -30,7 +30,6 @@ _PARTS_MAX = 512
 """Buffers per sendmsg; the kernel takes 1 024."""
 _TEXT_MAX = 64 << 20
 _REFERENCE_MIN_BYTES = 64 << 10
-_REFERENCE_MIN_TCP_BYTES = 384 << 10
 """Copying less than this is cheaper than handing over its pages."""
 _JOINED_MAX_BYTES = 64 << 10
 _NEVER = 1 << 62
@@ -90,9 +89,7 @@ class Connection:
             raise LostError(f"{address}: {e}") from e
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._fd = self._socket.fileno()
-        self._reference_min = _REFERENCE_MIN_BYTES if address.path else _REFERENCE_MIN_TCP_BYTES
-        if self._tls:
-            self._reference_min = _NEVER
+        self._reference_min = _NEVER if self._tls else _REFERENCE_MIN_BYTES
         try:
             self._log_in(options, database)
         except BaseException:
