@@ -88,8 +88,8 @@ def record_checksums(covered: bytes, page: Any, origin: bytes, key: bytes) -> tu
 def read_record(
     fd: int, buffer: bytearray, start: int, end: int, out: memoryview, key: bytes, until: float
 ) -> tuple[int, int, int, bytes | None, bytes, bytes, bytes, int]:
-    """A bulk reply that holds a record whose page fits into `out`, from ``buffer[start:end]`` and then from the blocking
-    socket `fd`: start and end of what was not read, bytes of the record, its header, the checksums of
+    """A bulk reply that holds a record whose page fits into `out`, from ``buffer[start:end]`` and then from the
+    blocking socket `fd`: start and end of what was not read, bytes of the record, its header, the checksums of
     `record_checksums` as they are of what came, the origin, and why it is not all there: an errno, CLOSED, NO_LINE_END,
     or 0. None for the header where the reply is something else: nothing of it was taken then. What the header says of
     page and origin was compared with the reply's length, and nothing else."""

@@ -381,7 +381,7 @@ def test_our_deadlines_end_before_those_of_lmcache() -> None:
 
     ours = Config.model_validate({"tiers": [{"type": "host", "capacity": "1GiB"}]})
     redis = RedisTierConfig.model_fields["timeout"].default
-    theirs = {field.name: field.default for field in dataclasses.fields(L1ManagerConfig)}
+    theirs: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(L1ManagerConfig)}
     assert ours.offload_wait + ours.promote_deadline < theirs["read_ttl_seconds"], "memory that is being stored"
     assert ours.promote_deadline + ours.lease < theirs["write_ttl_seconds"], "memory that is being loaded into"
     assert ours.promote_deadline + redis < DEFAULT_MQ_TIMEOUT, "an engine that waits for a lookup"
