@@ -27,10 +27,11 @@ from kvtier.keys import checksum
 from kvtier.storage_backends.host.arena import Arena
 from kvtier.storage_backends.host.budget import NodeBudget
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
+from kvtier.storage_backends.slots.descriptions import check_meta
 from kvtier.storage_backends.slots.extents import Region, slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.order import order_of
-from kvtier.storage_backends.slots.table import SlotTable, check_meta
+from kvtier.storage_backends.slots.table import SlotTable
 
 _CLOSE_S = 1.8
 _ZEROS = bytes(SLOT_ALIGN)

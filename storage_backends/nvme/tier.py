@@ -47,10 +47,11 @@ from kvtier.storage_backends.nvme.transfers import SlotTransfers
 from kvtier.storage_backends.nvme.workers import Workers
 from kvtier.storage_backends.slots.columns import Entry, PageColumns
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
+from kvtier.storage_backends.slots.descriptions import check_meta
 from kvtier.storage_backends.slots.extents import slot_bytes_of
 from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.order import order_of
-from kvtier.storage_backends.slots.table import SlotTable, check_meta
+from kvtier.storage_backends.slots.table import SlotTable
 
 _log = logging.getLogger(__name__)
 

@@ -45,8 +45,9 @@ from kvtier.storage_backends.redis.record import (
     record_check,
 )
 from kvtier.storage_backends.redis.topology import Topology
+from kvtier.storage_backends.slots.descriptions import check_meta
 from kvtier.storage_backends.slots.gate import Gate, notify
-from kvtier.storage_backends.slots.table import Removed, check_meta
+from kvtier.storage_backends.slots.table import Removed
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.abc.tier import SLOT_ALIGN
 
@@ -143,6 +146,24 @@ class ExtentAllocator:
         """Bytes in free ranges and in free slots."""
         open_bytes = sum(len(e.free) * e.slot_bytes for e in self.by_start.values())
         return sum(self._free_at.values()) + open_bytes
+
+    def runs(
+        self, offsets: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Group pages, ordered by offset, into extents: start, slot size, row or -1 per slot."""
+        at = 0
+        while at < len(offsets):
+            start, slot_bytes = int(offsets[at]), int(slots[at])
+            limit = min(self.region_end(start), start + max(slot_bytes, self.extent_bytes))
+            end = at + int(np.searchsorted(offsets[at:], limit - slot_bytes, side="right"))
+            places, odd = np.divmod(offsets[at:end] - start, slot_bytes)
+            strange = np.flatnonzero((slots[at:end] != slot_bytes) | (odd != 0))
+            if len(strange):
+                end = at + int(strange[0])
+            members = np.full(int(places[end - at - 1]) + 1, -1, np.int64)
+            members[places[: end - at]] = rows[at:end]
+            yield start, slot_bytes, members.tolist()
+            at = end
 
     def restore(self, start: int, slot_bytes: int, rows: Sequence[int]) -> Extent:
         """Re-create an extent at `start` whose slot i is used by ``rows[i]`` (-1: free). The range must be free."""

@@ -11,7 +11,7 @@ neighbours' where one is not enough, so that the space moves between size classe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from kvtier.abc.tier import (
     CHECKSUM_BYTES,
-    FINGERPRINT_BYTES,
     KEY_BYTES,
     PRIORITY_MAX,
     PRIORITY_MIN,
@@ -32,14 +31,13 @@ from kvtier.abc.tier import (
     TierUsage,
 )
 from kvtier.errors import SpecError
-from kvtier.storage_backends.slots.columns import PAGE, Entry, PageColumns
+from kvtier.storage_backends.slots.columns import Entry, PageColumns
+from kvtier.storage_backends.slots.descriptions import ORIGIN_MAX_BYTES, Descriptions, check_meta
 from kvtier.storage_backends.slots.extents import Extent, ExtentAllocator, Region, slot_bytes_of
 from kvtier.storage_backends.slots.order import Age, LruOrder, Order
 from kvtier.storage_backends.slots.rows import CHECKSUM_AT, DOOMED, FILLING, FREE, LIVE, ROW_BYTES, STAGED, Rows
 
-_ORIGIN_MAX_BYTES = 255
 _MANY = 32  # rows from which whole columns are faster than one row after the other
-_FEW = 4  # the same where all of their fields are asked for
 _SOON_SHARE = 32
 _SOON_MIN = 16
 """Pages that would make room soon: one part in so many, at least so many, at most half."""
@@ -69,12 +67,10 @@ class SlotTable:
         self._slots = ExtentAllocator(regions)
         self.rows = Rows()
         self._order = order(self.rows, self._slots.space_bytes)
+        self._described = Descriptions(self.rows, self._order)
         self._age = None if ttl_s is None else Age(ttl_s)
         self._live: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
-        self._origins: dict[int, bytes] = {}
-        self._specs: list[bytes] = []
-        self._spec_ids: dict[bytes, int] = {}
         self.removed: list[Removed] = []  # since `take_removed`
         self._changes = 0  # moves whenever a slot may have become evictable or free
         self._spare = -1  # a free row that still has its slot: of the page replaced last, mostly what is wanted next
@@ -134,11 +130,7 @@ class SlotTable:
         rows = self.rows
         if slot_bytes_of(meta.nbytes) > self._slots.extent_at(rows.extent[row]).slot_bytes:
             raise SpecError(f"a record of {meta.nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
-        rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = meta.nbytes, meta.form, meta.valid_tokens
-        rows.set_checksum(row, meta.checksum)
-        rows.spec[row] = self._spec_id(meta.spec)
-        if meta.origin:
-            self._origins[row] = meta.origin
+        self._described.set(row, meta)
         rows.state[row] = STAGED
 
     def publish(self, row: int, priority: int = 0, keep: int = 0) -> None:
@@ -164,18 +156,18 @@ class SlotTable:
         if rows.state[row] != FILLING:
             self._expect(row, FILLING)
         nbytes, form, valid_tokens, checksum, spec, origin, priority = meta
-        spec_id = self._spec_ids.get(spec, -1)
+        spec_id = self._described.spec_ids.get(spec, -1)
         if (
             spec_id < 0  # one that is known was checked
             or len(checksum) != CHECKSUM_BYTES
-            or len(origin) > _ORIGIN_MAX_BYTES
+            or len(origin) > ORIGIN_MAX_BYTES
             or nbytes < 0
             or not 0 <= form < 1 << 16
             or not 0 <= valid_tokens < 1 << 31
             or not PRIORITY_MIN <= priority <= PRIORITY_MAX
         ):
             check_meta(meta)
-            spec_id = self._spec_id(spec)
+            spec_id = self._described.spec_id(spec)
         if nbytes > rows.nbytes[row]:
             raise SpecError(f"a record of {nbytes} bytes in a slot reserved for {rows.nbytes[row]}")
         del self._filling[key]
@@ -184,7 +176,7 @@ class SlotTable:
         rows.raw[at : at + CHECKSUM_BYTES] = checksum
         rows.spec[row] = spec_id
         if origin:
-            self._origins[row] = origin
+            self._described.origins[row] = origin
         live[key] = row
         rows.state[row], rows.pin[row], rows.keep[row] = LIVE, 0, 0
         self._changes += 1
@@ -202,7 +194,7 @@ class SlotTable:
         if rows.pin[old]:
             rows.state[old] = DOOMED
             return True
-        self._origins.pop(old, None)
+        self._described.origins.pop(old, None)
         rows.state[old] = FREE
         start = rows.extent[old]
         if self._spare < 0:
@@ -301,6 +293,10 @@ class SlotTable:
             if not pin[row] and state[row] == DOOMED:
                 self._free(row)
 
+    def describe(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[Slot, PageMeta]]:
+        """What lies in pinned rows, and where."""
+        return self._described.of(rows)
+
     def slot(self, row: int) -> Slot:
         return Slot(row, self.rows.offset[row], self.rows.nbytes[row])
 
@@ -313,16 +309,7 @@ class SlotTable:
         states = self.rows.states[: self.rows.count]
         rows = np.flatnonzero((states == LIVE) | (states == STAGED) if staged else states == LIVE)
         rows = rows[np.argsort(self._order.ranks(rows), kind="stable")]
-        pages, fixed = np.empty(len(rows), PAGE), self.rows.fixed[rows]
-        for name in ("offset", "nbytes", "valid_tokens", "form", "checksum"):
-            pages[name] = fixed[name]
-        pages["key"] = self.rows.keys(rows)
-        pages["spec"] = np.array(self._specs, f"V{FINGERPRINT_BYTES}")[fixed["spec"]] if len(rows) else b""
-        origin = self._origins.get
-        origins = (
-            {i: o for i, row in enumerate(rows.tolist()) if (o := origin(row)) is not None} if self._origins else {}
-        )
-        return PageColumns(pages, origins)
+        return self._described.columns(rows)
 
     def entries(self, *, staged: bool) -> list[Entry]:
         """As `columns`, page by page."""
@@ -412,18 +399,15 @@ class SlotTable:
 
     def recover(self, pages: PageColumns) -> None:
         """Fill an empty table, the least recently used page first. Slots must not overlap."""
-        specs = pages.pages["spec"].tolist()
-        ids = {spec: self._spec_id(spec) for spec in dict.fromkeys(specs)}
         rows = self.rows
-        first = rows.fill(pages, [ids[spec] for spec in specs])
+        first = self._described.recover(pages)
         last = first + len(pages)
         self._order.recover(first, last)
         rows.states[first:last] = LIVE
         self._live = dict(zip(pages.keys(), range(first, last), strict=True))
-        self._origins = {first + i: origin for i, origin in pages.origins.items()}
         slots = np.maximum(1, -(-pages.pages["nbytes"] // SLOT_ALIGN)) * SLOT_ALIGN
         order = np.argsort(pages.pages["offset"], kind="stable")
-        for start, slot_bytes, members in self._runs(pages.pages["offset"][order], slots[order], order + first):
+        for start, slot_bytes, members in self._slots.runs(pages.pages["offset"][order], slots[order], order + first):
             extent = self._slots.restore(start, slot_bytes, members)
             rows.extents[extent.members()] = start
         self.used_bytes += int(slots.sum())
@@ -453,44 +437,14 @@ class SlotTable:
 
     # ---- inside
 
-    def describe(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[tuple[Slot, PageMeta]]:
-        """What lies in pinned rows, and where."""
-        if len(rows) < _FEW:
-            return [(self.slot(row), self._meta(row)) for row in map(int, rows)]
-        wanted = np.asarray(rows, np.int64)
-        # Straight from tuples: named construction would take most of the time.
-        specs, origin, new = self._specs, self._origins.get, tuple.__new__
-        priorities = self._order.priorities(wanted)
-        return [
-            (
-                new(Slot, (row, at, nbytes)),
-                new(PageMeta, (nbytes, form, valid, check, specs[spec], origin(row, b""), priority)),
-            )
-            for row, priority, (at, nbytes, valid, form, spec, check) in zip(
-                wanted.tolist(), priorities, self.rows.fixed[wanted].tolist(), strict=True
-            )
-        ]
-
-    def _meta(self, row: int) -> PageMeta:
-        r, spec = self.rows, self._specs[self.rows.spec[row]]
-        origin, priority = self._origins.get(row, b""), self._order.priority(row)
-        return PageMeta(r.nbytes[row], r.form[row], r.valid_tokens[row], r.checksum(row), spec, origin, priority)
-
     def _expect(self, row: int, state: int) -> None:
         if not 0 <= row < self.rows.count or self.rows.state[row] != state:
             raise SpecError(f"slot {row} is not reserved, or was published or given back already")
 
-    def _spec_id(self, spec: bytes) -> int:
-        known = self._spec_ids.get(spec)
-        if known is None:
-            known = self._spec_ids[spec] = len(self._specs)
-            self._specs.append(spec)
-        return known
-
     def _free(self, row: int) -> None:
         rows = self.rows
         self.used_bytes -= self._slots.release(rows.extent[row], rows.offset[row])
-        self._origins.pop(row, None)
+        self._described.origins.pop(row, None)
         rows.vacate(row)
         self._changes += 1
 
@@ -534,36 +488,3 @@ class SlotTable:
         old = (rows.states[:count] == LIVE) & (rows.pins[:count] == 0) & (rows.keeps[:count] == 0)
         for row in np.flatnonzero(old & (self._order.last_use() <= horizon)).tolist():
             self.remove(rows.key(row), Removal.EVICTED)
-
-    def _runs(
-        self, offsets: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        """Group pages, ordered by offset, into extents: start, slot size, row or -1 per slot."""
-        at = 0
-        while at < len(offsets):
-            start, slot_bytes = int(offsets[at]), int(slots[at])
-            limit = min(self._slots.region_end(start), start + max(slot_bytes, self._slots.extent_bytes))
-            end = at + int(np.searchsorted(offsets[at:], limit - slot_bytes, side="right"))
-            places, odd = np.divmod(offsets[at:end] - start, slot_bytes)
-            strange = np.flatnonzero((slots[at:end] != slot_bytes) | (odd != 0))
-            if len(strange):
-                end = at + int(strange[0])
-            members = np.full(int(places[end - at - 1]) + 1, -1, np.int64)
-            members[places[: end - at]] = rows[at:end]
-            yield start, slot_bytes, members.tolist()
-            at = end
-
-
-def check_meta(meta: PageMeta) -> None:
-    """Raise SpecError for a description that no tier can keep."""
-    if len(meta.checksum) != CHECKSUM_BYTES or len(meta.spec) != FINGERPRINT_BYTES:
-        raise SpecError(
-            f"checksum and spec have {CHECKSUM_BYTES} and {FINGERPRINT_BYTES} bytes, "
-            f"got {len(meta.checksum)} and {len(meta.spec)}"
-        )
-    if len(meta.origin) > _ORIGIN_MAX_BYTES:
-        raise SpecError(f"origin has {len(meta.origin)} bytes, at most {_ORIGIN_MAX_BYTES} can be kept")
-    if not PRIORITY_MIN <= meta.priority <= PRIORITY_MAX:
-        raise SpecError(f"priority = {meta.priority}: must be from {PRIORITY_MIN} to {PRIORITY_MAX}")
-    if not (meta.nbytes >= 0 and 0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 31):
-        raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
