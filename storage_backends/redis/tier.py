@@ -33,6 +33,7 @@ from kvtier.errors import SpecError
 from kvtier.storage_backends.redis.connection import Connection, ReplyError, encode
 from kvtier.storage_backends.redis.discovery import DiscoveryError, misfits
 from kvtier.storage_backends.redis.exchange import Command, Exchange, NoReply
+from kvtier.storage_backends.redis.incoming import Incoming
 from kvtier.storage_backends.redis.metrics import RedisCollector, RedisCounters
 from kvtier.storage_backends.redis.options import RedisMode, RedisOptions
 from kvtier.storage_backends.redis.outgoing import Outgoing, SetOptions
@@ -42,7 +43,6 @@ from kvtier.storage_backends.redis.record import (
     RecordError,
     RecordHeader,
     parse_header,
-    record_check,
 )
 from kvtier.storage_backends.redis.topology import Topology
 from kvtier.storage_backends.slots.descriptions import check_meta
@@ -98,6 +98,7 @@ class RedisTier(Tier):
         self._capacity_bytes = _UNLIMITED
         self._limit_bytes = _DEFAULT_VALUE_LIMIT - HEADER_BYTES
         self._set_options = SetOptions(options.ttl_ms)
+        self._incoming = Incoming(spec, self._met_newer, self._say_once)
         self._look_around(record_bytes)
 
     # ---- tier
@@ -306,19 +307,8 @@ class RedisTier(Tier):
 
         def read(connection: Connection, n: int) -> Any:
             i = batch[n]
-            record = connection.read_record(outs[i], keys[i])
-            if record is not None:
-                lengths[i] = record[0]
-                return self._judge_record(*record[1:], keys[i])
-            length = connection.read_bulk_length()
-            if isinstance(length, ReplyError):
-                return length
-            if length < 0:
-                return GetResult(GetStatus.ABSENT)
-            lengths[i] = length
-            result = self._read_record(connection, length, keys[i], outs[i])
-            connection.end_bulk()
-            return result
+            lengths[i], reply = self._incoming.read(connection, keys[i], outs[i])
+            return reply
 
         commands = [_command([b"GET", self._name(keys[i])]) for i in batch]
         bad = []
@@ -340,51 +330,6 @@ class RedisTier(Tier):
                     self._count_error(reply)
         if bad:
             self._quarantine([keys[i] for i in bad], sum(lengths.get(i, 0) for i in bad))
-
-    def _read_record(self, connection: Connection, length: int, key: bytes, out: memoryview) -> GetResult:
-        """Read a value of `length` bytes completely: its page into `out`, where it is right."""
-        if length < HEADER_BYTES:
-            connection.skip(length)
-            return GetResult(GetStatus.CORRUPT)
-        raw = bytearray(HEADER_BYTES)
-        connection.read_into(memoryview(raw))
-        left = length - HEADER_BYTES
-        try:
-            header = parse_header(bytes(raw), key, self._spec)
-            if header.record_bytes != length:
-                raise RecordError(f"{length} bytes where the header says {header.record_bytes}")
-        except NewerRecordError as e:
-            connection.skip(left)
-            self._met_newer(e)
-            return GetResult(GetStatus.ABSENT)
-        except RecordError as e:
-            connection.skip(left)
-            self._say_once(str(e), f"a stored page is bad: {e}")
-            return GetResult(GetStatus.CORRUPT)
-        if len(out) < header.nbytes:
-            # Replaced by a longer page since the caller asked for its length.
-            connection.skip(left)
-            return GetResult(GetStatus.FAILED)
-        record, page = record_check(header.covered, key), record_check(b"", key)
-        connection.read_into(out[: header.nbytes], [record, page])
-        origin = bytearray(header.origin_bytes)
-        connection.read_into(memoryview(origin))
-        record.update(origin)
-        return self._judge_record(bytes(raw), record.digest(), page.digest(), bytes(origin), key)
-
-    def _judge_record(self, raw: bytes, checksum: bytes, page_checksum: bytes, origin: bytes, key: bytes) -> GetResult:
-        """Of a record that was read completely, its page where the caller wants it."""
-        try:
-            header = parse_header(raw, key, self._spec)
-        except NewerRecordError as e:
-            self._met_newer(e)
-            return GetResult(GetStatus.ABSENT)
-        except RecordError as e:
-            self._say_once(str(e), f"a stored page is bad: {e}")
-            return GetResult(GetStatus.CORRUPT)
-        if checksum != header.checksum:
-            return GetResult(GetStatus.CORRUPT)
-        return GetResult(GetStatus.HIT, header.meta(page_checksum, origin))
 
     def _quarantine(self, keys: Sequence[bytes], record_bytes: int) -> None:
         replies = self._run([_command([b"UNLINK", self._name(key)]) for key in keys])
