@@ -32,6 +32,7 @@ class Room:
         """As `TieredStore.reserve`, but waits no longer than there is `hope` for room."""
         answers = self._host.reserve_many(keys, nbytes)
         give_up = time.monotonic() + wait_s
+        hopeless = False
         while not self._closed and any(a is PutStatus.FULL for a in answers):
             self._make_evictable()
             full = [i for i, a in enumerate(answers) if a is PutStatus.FULL]
@@ -40,13 +41,14 @@ class Room:
             ):
                 answers[i] = answer
             left = give_up - time.monotonic()
-            if left <= 0:
+            if left <= 0 or hopeless:
                 break
             if any(a is PutStatus.FULL for a in answers):
                 if any(isinstance(a, Slot) for a in answers):
                     break  # two writers that hold slots and wait for more would starve each other
-                if not hope():
-                    break
+                hopeless = not hope()
+                if hopeless:
+                    continue  # what was under way may have ended, and left room, since the last look
                 with self._lock:
                     self.waiting += 1
                     try:
