@@ -5,13 +5,13 @@ In pages and not in time, because several ranks must do the same.
 
 from __future__ import annotations
 
-STEP_PAGES = 384
+STEP_PAGES = 320
 """Pages that are looked up for the first time in one step: a third of a millisecond, on a busy machine twice that."""
 NEW_PAGES = 256
 """Of these, for requests that are new; what they leave is for those that were looked up in part."""
 FIRST_PAGES = 64
 """Of one new request: most have no more, and where nothing is found the rest need not be looked up."""
-REQUEST_PAGES = 20
+REQUEST_PAGES = 40
 """What a lookup costs beside its pages, in pages."""
 COUNTED_PAGES = 256
 """Pages of requests that ended which are counted on the scheduler's thread in one step; others by another thread."""
