@@ -253,9 +253,8 @@ class Keyspace:
             return None
         page, store = entry[2], self.store
         pinned = store.host.pin_one(page)
-        if (
-            pinned is not None
-        ):  # the usual case, without the detour of a lookup, which is for pages that must come first
+        # The usual case, without the detour of a lookup, which is for pages that must come first.
+        if pinned is not None:
             slot, at, nbytes, check = pinned
             store.observer.looked_up_one(page)
             view = store.host.memory[at : at + nbytes]
@@ -264,12 +263,16 @@ class Keyspace:
                 return None
             store.ledger.hit_one(store.host.name)
             return _new(Reading, (view, slot, ""))
+        if self._replaced(name, entry):  # since it was read here: another value is there now
+            return self.read(database, key)
         request = f"get-{next(self._requests)}"
         lookup = self.store.lookup(request, [entry.page])
         if lookup.pending:
             self.store.wait(lookup)
         if not lookup.ready_pages:
             self.store.settle(request)
+            if self._replaced(name, entry):
+                return self.read(database, key)
             if not self._resident(entry.page):
                 self._drop(entry.page)
             return None
@@ -280,6 +283,11 @@ class Keyspace:
             self._quarantine(found.id, entry, request)
             return None
         return Reading(view, found.id, request)
+
+    def _replaced(self, name: bytes, entry: Entry) -> bool:
+        with self._lock:
+            now = self._entry(name)
+        return now is not None and now.page != entry.page
 
     def _quarantine(self, slot: int, entry: Entry, request: str) -> None:
         """A value is bad: nobody has it from now on."""

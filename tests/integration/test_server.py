@@ -163,6 +163,38 @@ def test_a_pipeline_is_answered_in_order(client: Any) -> None:
     assert replies[1::2] == [b"%d" % n for n in range(2000)]
 
 
+@pytest.mark.parametrize("meets", ["pin_one", "lookup"])
+def test_a_value_that_is_overwritten_while_it_is_looked_for_is_the_new_one(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, meets: str
+) -> None:
+    store = server.keyspace.store
+    with client_of(server) as reader, client_of(server) as writer:
+        writer.set("k", b"old" * 9000)
+        real_pin, real_lookup, left = store.host.pin_one, store.lookup, [1]
+
+        def overwrite() -> None:
+            if left:
+                left.pop()
+                writer.set("k", b"new" * 9000)
+
+        def pin_one(page: bytes) -> Any:
+            if meets == "lookup" and left:
+                return None
+            overwrite()
+            return real_pin(page)
+
+        def lookup(*args: Any, **options: Any) -> Any:
+            overwrite()
+            return real_lookup(*args, **options)
+
+        monkeypatch.setattr(store.host, "pin_one", pin_one)
+        monkeypatch.setattr(store, "lookup", lookup)
+        assert reader.get("k") == b"new" * 9000
+        assert not left and store.open_requests() == []
+    counts = store.ledger.snapshot()
+    assert counts.lookups == sum(counts.hits.values()) + sum(counts.misses.values())
+
+
 def test_overwriting_is_atomic(server: CacheServer) -> None:
     """A reader sees one writer's value, whole, or the other's; never nothing, never a mixture."""
     values = [bytes([n]) * MIB for n in (1, 2)]
