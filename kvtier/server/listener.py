@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.kernels import tcp
 from kvtier.server import resp
 from kvtier.server.options import Listen
 from kvtier.server.resp import Stream
@@ -183,8 +184,7 @@ class Listener:
                 continue
             if connected.family != socket.AF_UNIX:
                 with contextlib.suppress(OSError):  # reset already: whoever reads from it will see
-                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    tcp.tune(connected)
             self._clients.take(connected, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix", self._secure)
 
     def _secure(self, connected: socket.socket) -> socket.socket:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvtier.kernels import _native
+from kvtier.kernels import _native, tcp
 from kvtier.storage_backends.redis.options import Address, RedisOptions
 
 _CONTROL_BYTES = 4096
@@ -407,8 +407,11 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
             raise
         return connected
     connected = socket.create_connection((address.host, address.port), timeout_s)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    try:
+        tcp.tune(connected)
+    except BaseException:
+        connected.close()
+        raise
     return connected
 
 
