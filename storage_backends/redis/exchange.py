@@ -1,7 +1,9 @@
 """One batch of commands, sent to the servers that have their keys; redirections are followed, failures are named.
 
-To every server of a batch everything is sent first, then the replies are read, so that the servers work side by side
-and one round trip serves the whole batch.
+To every server of a batch everything is sent first, then the replies are read, one of each server in turn, so that the
+servers work side by side and one round trip serves the whole batch. Only where replies are large, commands wait until
+what they are to bring is wanted soon: a server makes all replies that it is asked for before it sends on, and memory
+for many of them, new each time, costs it more than the replies themselves.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -29,6 +32,11 @@ from kvtier.storage_backends.redis.topology import Topology, slot_of
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 6
+_AHEAD_BYTES = 1 << 20
+"""Of replies that a server is asked for before they are read: more than is on the way of any network that it is worth
+keeping pages behind, and what its cache holds."""
+_AHEAD_MIN = 3
+"""Replies that it is asked for in any case, so that it never waits for the next command."""
 _ASKING = encode([b"ASKING"])
 _WRONG_PICTURE = ("READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "TRYAGAIN")
 
@@ -43,10 +51,11 @@ class NoReply(Enum):
 @dataclass(frozen=True, slots=True)
 class Command:
     """What is sent for one key: `name` decides the server, `parts` are the bytes of the command, which may be made as
-    they are asked for."""
+    they are asked for. reply_bytes: about how long the reply will be, where that is much."""
 
     name: bytes
     parts: Iterable[Buffer]
+    reply_bytes: int = 0
 
 
 Read = Callable[[Connection, int], Any]
@@ -55,7 +64,8 @@ Read = Callable[[Connection, int], Any]
 
 @dataclass(slots=True)
 class _Talk:
-    """What is going on with one server in one round: commands `indices`, of which the first `answered` are done."""
+    """What is going on with one server in one round: commands `indices`, of which the first `sent` are on their way,
+    with replies of `ahead_bytes` that were not read yet, and the first `answered` are done."""
 
     node: Node
     asking: bool
@@ -63,12 +73,31 @@ class _Talk:
     started: float
     connection: Connection | None = None
     reused: bool = False
+    sent: int = 0
+    ahead_bytes: int = 0
     answered: int = 0
     error: Exception | None = None
 
     @property
     def open(self) -> list[int]:
         return self.indices[self.answered :]
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or self.answered == len(self.indices)
+
+    def due(self, commands: Sequence[Command]) -> list[int]:
+        """The commands to be sent now."""
+        if self.ahead_bytes > _AHEAD_BYTES // 2 and self.sent - self.answered >= _AHEAD_MIN:
+            return []
+        start = self.sent
+        while self.sent < len(self.indices):
+            nbytes = commands[self.indices[self.sent]].reply_bytes
+            if self.ahead_bytes + nbytes > _AHEAD_BYTES and self.sent - self.answered >= _AHEAD_MIN:
+                break
+            self.ahead_bytes += nbytes
+            self.sent += 1
+        return self.indices[start : self.sent]
 
 
 class Exchange:
@@ -93,10 +122,13 @@ class Exchange:
                 self._topology.refresh_if_due(until)
                 talks = self._talks(commands, waiting, asked, unjudged)
                 for talk in talks:
-                    self._send(talk, commands, until)
+                    self._start(talk, commands, until)
+                going = talks
+                while going := [talk for talk in going if not talk.over]:
+                    for talk in going:
+                        self._go_on(talk, commands, read, results, in_turn=len(going) > 1)
                 waiting = []
                 for talk in talks:
-                    self._receive(talk, read, results)
                     waiting += self._conclude(talk, commands, results, asked, unjudged)
                 if not waiting:
                     break
@@ -134,31 +166,28 @@ class Exchange:
             talk.indices.append(i)
         return list(talks.values())
 
-    def _send(self, talk: _Talk, commands: Sequence[Command], until: float) -> None:
-        try:
+    def _start(self, talk: _Talk, commands: Sequence[Command], until: float) -> None:
+        with _failing(talk):
             talk.connection = talk.node.take(until)
             talk.reused = not talk.connection.fresh
-            talk.connection.send(_parts(talk, commands))
-        except (DeadlineError, LostError, LoginError) as e:
-            talk.error = e
-        except BaseException:
-            talk.node.drop(talk.connection)
-            raise
+            talk.connection.send(_parts(talk, talk.due(commands), commands))
 
-    def _receive(self, talk: _Talk, read: Read, results: list[Any]) -> None:
-        if talk.error is not None or talk.connection is None:
-            return
-        try:
-            for i in talk.indices:
+    def _go_on(
+        self, talk: _Talk, commands: Sequence[Command], read: Read, results: list[Any], *, in_turn: bool
+    ) -> None:
+        """Read the next reply, or all where no other server waits for its turn, and send what that makes room for."""
+        with _failing(talk):
+            while talk.connection is not None and not talk.over:
+                i = talk.indices[talk.answered]
                 if talk.asking:
                     talk.connection.read_reply()
                 results[i] = read(talk.connection, i)
                 talk.answered += 1
-        except (DeadlineError, LostError) as e:
-            talk.error = e
-        except BaseException:
-            talk.node.drop(talk.connection)
-            raise
+                talk.ahead_bytes -= commands[i].reply_bytes
+                if due := talk.due(commands):
+                    talk.connection.send(_parts(talk, due, commands))
+                if in_turn:
+                    return
 
     def _conclude(
         self,
@@ -215,8 +244,20 @@ class Exchange:
         return False
 
 
-def _parts(talk: _Talk, commands: Sequence[Command]) -> Iterator[Buffer]:
-    for i in talk.indices:
+@contextmanager
+def _failing(talk: _Talk) -> Iterator[None]:
+    """What a server or its connection can do wrong becomes the talk's error."""
+    try:
+        yield
+    except (DeadlineError, LostError, LoginError) as e:
+        talk.error = e
+    except BaseException:
+        talk.node.drop(talk.connection)
+        raise
+
+
+def _parts(talk: _Talk, indices: Sequence[int], commands: Sequence[Command]) -> Iterator[Buffer]:
+    for i in indices:
         if talk.asking:
             yield _ASKING
         yield from commands[i].parts

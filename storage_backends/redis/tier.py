@@ -310,7 +310,7 @@ class RedisTier(Tier):
             lengths[i], reply = self._incoming.read(connection, keys[i], outs[i])
             return reply
 
-        commands = [_command([b"GET", self._name(keys[i])]) for i in batch]
+        commands = [Command(n, [encode([b"GET", n])], len(outs[i])) for i in batch for n in (self._name(keys[i]),)]
         bad = []
         for i, reply in zip(batch, self._exchange.run(commands, read, until), strict=True):
             if isinstance(reply, GetResult):
