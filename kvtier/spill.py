@@ -50,6 +50,7 @@ class Spiller:
         self._stored = 0  # since pages were last written back
         self._due = 1
         self._lock = threading.Lock()
+        self._joinable: list[bytes] | None = None  # what a queued write is going to offer: more may join
         self._queued = False  # a turn of writing back
         self._wanted = False  # room, although less than the limit must be written
         self._stopped = False
@@ -84,8 +85,26 @@ class Spiller:
             self._stored += len(keys)  # two threads may lose a count: it says about when
             if self._stored >= self._due:
                 self._write_some_back()
-        elif not self._pool.submit(partial(self._write, list(keys))):
+        elif not self._write_soon(keys):
             self._let_go(keys)
+
+    def _write_soon(self, keys: Sequence[bytes]) -> bool:
+        """Queue the writing of pages, together with others where such a job waits: a call costs what many pages cost.
+        False where nothing is taken any more."""
+        with self._lock:
+            if self._joinable is None or len(self._joinable) + len(keys) > _BATCH:
+                self._joinable = []
+                if not self._pool.submit(partial(self._write_joined, self._joinable)):
+                    self._joinable = None
+                    return False
+            self._joinable += keys
+            return True
+
+    def _write_joined(self, keys: list[bytes]) -> None:
+        with self._lock:
+            if self._joinable is keys:
+                self._joinable = None
+        self._write(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Pages were loaded from the host tier."""
@@ -133,7 +152,10 @@ class Spiller:
                 done(deleted)
 
         self._forget_offers(keys)
-        if not self._pool.submit(delete):
+        with self._lock:
+            self._joinable = None  # what is stored from now on must be written behind this
+            queued = self._pool.submit(delete)
+        if not queued:
             done(False)
 
     def write_now(self, keys: Sequence[bytes]) -> None:
