@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +80,26 @@ class Chunks:
 
     def clear(self) -> None:
         """Of what was loaded."""
-        for item in self.target:
-            item.raw_data.zero_()
+        with self._one_thread():
+            for item in self.target:
+                item.raw_data.zero_()
 
     def error(self, *, exact: bool) -> float:
         """Of what was loaded, the largest of a chunk: the norm of the difference over that of what was stored. exact:
         infinite unless every byte is the same."""
-        return max(self._error(got, want, exact) for got, want in zip(self.target, self.source, strict=True))
+        with self._one_thread():
+            return max(self._error(got, want, exact) for got, want in zip(self.target, self.source, strict=True))
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """For what is not measured: torch's other threads go on spinning for milliseconds after their work, on cores
+        that what is measured next should have."""
+        threads = self._torch.get_num_threads()
+        self._torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            self._torch.set_num_threads(threads)
 
     def _error(self, got: Any, want: Any, exact: bool) -> float:
         if exact:
