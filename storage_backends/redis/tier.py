@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -93,6 +93,7 @@ class RedisTier(Tier):
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
         self._asks_at_once = True
+        self._asks_first = True  # until a batch was new as a whole, as the next one will be then
         self.collector = RedisCollector(name, self.counters)
         """For a metrics registry."""
         self._capacity_bytes = _UNLIMITED
@@ -223,18 +224,10 @@ class RedisTier(Tier):
                     f"set that to at least {items[i].meta.nbytes + HEADER_BYTES} on the server",
                 )
         names = {i: self._name(items[i].key) for i in fits}
-        # Asking first saves sending pages that another process has put already.
-        missing, broken = [], []
-        found = self._found([items[i].key for i in fits], [names[i] for i in fits], until)
-        for i, header in zip(fits, found, strict=True):
-            if isinstance(header, RecordHeader):
-                statuses[i] = PutStatus.EXISTS
-            elif header is None:
-                missing.append(i)
-            elif header is _NO_RECORD:
-                broken.append(i)
-            elif header is not _NEWER:  # whose place is taken: FAILED, as it is
-                statuses[i] = self._put_status(header)
+        missing: list[int] = fits
+        broken: list[int] = []
+        if self._asks_first:
+            missing, broken = self._sort_out(fits, items, names, statuses, until)
         self._heal([names[i] for i in broken], until)
         pages = {i: Outgoing(names[i], items[i], self._set_options) for i in missing + broken}
 
@@ -270,6 +263,31 @@ class RedisTier(Tier):
             if empty:
                 self._heal([names[i] for i in empty], until)
                 send(empty)
+        self._asks_first = any(statuses[i] is not PutStatus.STORED for i in fits)
+
+    def _sort_out(
+        self,
+        indices: Sequence[int],
+        items: Sequence[PutItem],
+        names: Mapping[int, bytes],
+        statuses: list[PutStatus],
+        until: float,
+    ) -> tuple[list[int], list[int]]:
+        """The pages that are not there, and those in whose place something else is. Asking costs a round trip, and
+        saves sending pages that another process has put already."""
+        missing: list[int] = []
+        broken: list[int] = []
+        found = self._found([items[i].key for i in indices], [names[i] for i in indices], until)
+        for i, header in zip(indices, found, strict=True):
+            if isinstance(header, RecordHeader):
+                statuses[i] = PutStatus.EXISTS
+            elif header is None:
+                missing.append(i)
+            elif header is _NO_RECORD:
+                broken.append(i)
+            elif header is not _NEWER:  # whose place is taken: FAILED, as it is
+                statuses[i] = self._put_status(header)
+        return missing, broken
 
     def _put_status(self, reply: Any) -> PutStatus:
         if reply == b"OK":

@@ -79,7 +79,12 @@ def test_names_and_ttl_and_database(server: RedisServer) -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"x", b"x" * 96, b"x" * 5000, "list"], ids=["empty", "short", "header", "long", "list"]
 )
-def test_a_foreign_value_is_a_miss_and_gives_way(server: RedisServer, tier: RedisTier, value: bytes | str) -> None:
+@pytest.mark.parametrize("asked", [True, False], ids=["asked first", "sent at once"])
+def test_a_foreign_value_is_a_miss_and_gives_way(
+    server: RedisServer, tier: RedisTier, value: bytes | str, asked: bool
+) -> None:
+    if not asked:
+        assert put(tier, range(1, 2)) == [PutStatus.STORED]
     name = tier._name(key_of(0))
     with client_of(server) as client:
         if isinstance(value, str):
@@ -90,6 +95,21 @@ def test_a_foreign_value_is_a_miss_and_gives_way(server: RedisServer, tier: Redi
     assert put(tier, range(1)) == [PutStatus.STORED]
     assert get(tier, range(1)) == [GetStatus.HIT]
     assert tier.counters().healed == 1
+
+
+def test_pages_are_sent_at_once_after_a_batch_that_was_new(server: RedisServer, tier: RedisTier) -> None:
+    def calls() -> tuple[int, int]:
+        with client_of(server) as client:
+            told = client.info("commandstats")
+        return tuple(told.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("exists", "set"))  # type: ignore[return-value]
+
+    new, there = [PutStatus.STORED] * 3, [PutStatus.EXISTS] * 3
+    assert put(tier, range(3)) == new and calls() == (1, 3)
+    assert put(tier, range(3, 6)) == new and calls() == (1, 6)
+    assert put(tier, range(3)) == there and calls() == (1, 9)  # in vain, once
+    assert put(tier, range(3, 6)) == there and calls() == (2, 9)
+    assert put(tier, range(6, 9)) == new and calls() == (3, 12)
+    assert get(tier, range(9)) == [GetStatus.HIT] * 9
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "other key", "list"])
