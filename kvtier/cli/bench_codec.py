@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvtier.abc.codec import Codec
 from kvtier.cli import bench_codec_others as others
+from kvtier.cli.bench_left_out import left_out
 from kvtier.codecs.registry import codec
 from kvtier.errors import ConfigError
 from kvtier.hot import HotLayout, HotPool
@@ -57,8 +58,12 @@ def run(
     "over_nvfp4", "over_torchao", "over_lmcache_fp8"}``; None where there is nothing to compare with.
 
     `impls`: names of instruction sets, and ``reference``, which is measured on one page; by default the fastest set
-    and the reference. torchao's and LMCache's own rows are there where these are installed."""
+    and the reference. torchao's and LMCache's own rows are there where these are installed; where they are not, a line
+    on stderr says so."""
     wanted = (_native.isas()[0], "reference") if impls is None else impls
+    if others.DTYPE in dtypes and "mha" in shapes and "nvfp4" in codecs and set(wanted) != {"reference"}:
+        for name, why in others.missing().items():
+            left_out(name, why)
     rows: list[Row] = []
     for shape in shapes:
         for dtype in dtypes:

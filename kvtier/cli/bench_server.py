@@ -5,11 +5,14 @@ redis-server that speaks it (Python can neither gather nor scatter there). Unlik
 the peer's CPU seconds per GB, and ``over_baseline`` ours over the peer's: 0.5 is half of the peer's work. p99_ms and
 peer_p99_ms are of one value; of the Redis tier, which takes several at once, of a call. "get among sets" is the 99th
 percentile of a GET while two writers keep setting values (``mb_per_s``), over that of an idle server.
+
+Without a redis-server the cache server is measured alone. Clients need both it and redis-py.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -24,11 +27,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.abc.tier import PageMeta, PutItem
 from kvtier.cli.bench_flood import WRITERS, get_value, measure, median_over_idle, set_value
-from kvtier.errors import KVTierError, missing_extra
+from kvtier.cli.bench_left_out import left_out
+from kvtier.errors import KVTierError
 from kvtier.keys import checksum
 from kvtier.storage_backends.redis.options import Address, RedisOptions, TlsOptions
 from kvtier.testing.processes import cpu_of
@@ -76,43 +80,36 @@ def run(
     *, block_bytes: Sequence[int] = (BLOCK_BYTES,), rounds: int = ROUNDS, batch_bytes: int = BATCH_BYTES
 ) -> list[Row]:
     """Rows for the server, for the bare client and for the Redis tier, which checks every byte. Medians of `rounds`,
-    which are short, so that what else runs on the machine hits both sides alike.
-    Raises KVTierError where there is no redis-server or no redis-py."""
+    which are short, so that what else runs on the machine hits both sides alike. What is missing for a part of it is
+    told on stderr; of a peer that is not there rows say None."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        port = kept_port()
         capacity = max(256 << 20, 4 * _KEYS * max(block_bytes))
         ours = stack.enter_context(_process(folder / "k.sock", _serve_command(folder / "k.sock", capacity)))
-        tls_port = kept_port()
-        tls = _tls_options(folder, tls_port)
-        command = _redis_command(folder, folder / "r.sock", port)
-        try:
-            theirs = stack.enter_context(_process(folder / "r.sock", [*command, *tls]))
-        except KVTierError:
-            if not tls:
-                raise
-            tls = []  # built without
-            theirs = stack.enter_context(_process(folder / "r.sock", command))
+        theirs = _start_redis(folder, stack)
+        if theirs is not None and importlib.util.find_spec("redis") is None:
+            left_out("the clients", "redis-py is not installed here: pip install 'kvtier[redis]'")
+            theirs = theirs._replace(clients=())
         for nbytes in block_bytes:
             count = max(1, batch_bytes // nbytes)
-            rows += _server_rows(folder, ours, theirs, nbytes, count, rounds)
+            rows += _server_rows(folder, ours, theirs and theirs.pid, nbytes, count, rounds)
             rows.append(_flood_row(folder / "k.sock", nbytes, min(rounds, _FLOOD_RUNS), max(20, 12 * count)))
-            for where in (Address(path=str(folder / "r.sock")), Address("127.0.0.1", port)):
-                rows += _client_rows(where, nbytes, count, rounds)
-            if tls:
-                rows += _client_rows(Address("127.0.0.1", tls_port), nbytes, count, rounds, ca=folder / "cert.pem")
+            for where, ca in theirs.clients if theirs else ():
+                rows += _client_rows(where, nbytes, count, rounds, ca=ca)
     return rows
 
 
 # ---- the server
 
 
-def _server_rows(folder: Path, ours: int, theirs: int, nbytes: int, count: int, rounds: int) -> list[Row]:
+def _server_rows(folder: Path, ours: int, theirs: int | None, nbytes: int, count: int, rounds: int) -> list[Row]:
     rows: list[Row] = []
     value = os.urandom(nbytes)
     out = bytearray(nbytes)
-    with _connected(folder / "k.sock") as one, _connected(folder / "r.sock") as two:
+    with ExitStack() as stack:
+        one = stack.enter_context(_connected(folder / "k.sock"))
+        two = None if theirs is None else stack.enter_context(_connected(folder / "r.sock"))
         for op, do in (
             ("set", lambda s, n: set_value(s, b"key%d" % (n % _KEYS), value)),
             ("get", lambda s, n: get_value(s, b"key%d" % (n % _KEYS), memoryview(out))),
@@ -120,7 +117,8 @@ def _server_rows(folder: Path, ours: int, theirs: int, nbytes: int, count: int, 
             own, peer = _Side(), _Side()
             for _ in range(rounds):  # in turns, so that what else runs on the machine hits both
                 own.take((partial(do, one, n) for n in range(count)), lambda: cpu_of(ours))
-                peer.take((partial(do, two, n) for n in range(count)), lambda: cpu_of(theirs))
+                if theirs is not None:
+                    peer.take((partial(do, two, n) for n in range(count)), partial(cpu_of, theirs))
             rows.append(_row("server", op, nbytes, count, own, peer))
     return rows
 
@@ -147,10 +145,6 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
     from kvtier.storage_backends.redis.connection import Connection
     from kvtier.storage_backends.redis.tier import RedisTier
 
-    try:
-        redis = importlib.import_module("redis")
-    except ImportError as e:
-        raise missing_extra("redis", "redis") from e
     transport = "unix" if where.path else "tcp" if ca is None else "tls"
     url = f"unix://{where.path}" if where.path else f"{'redis' if ca is None else 'rediss'}://{where}"
     options = RedisOptions.of(url, timeout_s=60.0, tls=None if ca is None else TlsOptions(ca=ca))
@@ -165,7 +159,7 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
     )
     if ca is not None:
         target |= {"ssl": True, "ssl_ca_certs": str(ca)}
-    peer: Any = redis.Redis(**target, protocol=2)
+    peer: Any = importlib.import_module("redis").Redis(**target, protocol=2)
 
     def bare_set(n: int) -> None:
         key = b"key%d" % (n % _KEYS)
@@ -230,8 +224,10 @@ def _client_rows(where: Address, nbytes: int, count: int, rounds: int, *, ca: Pa
 
 
 def _row(tier: str, op: str, nbytes: int, count: int, own: _Side, peer: _Side) -> Row:
+    """peer: with no round where there is none."""
     moved_gb = nbytes * count / 1e9
-    ratios = [a / b for a, b in zip(own.cpu_s, peer.cpu_s, strict=True) if b > 0]
+    there = bool(peer.seconds)
+    ratios = [a / b for a, b in zip(own.cpu_s, peer.cpu_s, strict=there) if b > 0]
     return {
         "tier": tier,
         "op": op,
@@ -240,10 +236,10 @@ def _row(tier: str, op: str, nbytes: int, count: int, own: _Side, peer: _Side) -
         "mb_per_s": round(moved_gb * 1000 / statistics.median(own.seconds), 1),
         "p99_ms": round(1e3 * own.p99_s, 3),
         "cpu_s_per_gb": round(statistics.median(own.cpu_s) / moved_gb, 4),
-        "baseline": round(statistics.median(peer.cpu_s) / moved_gb, 4),
+        "baseline": round(statistics.median(peer.cpu_s) / moved_gb, 4) if there else None,
         "over_baseline": round(statistics.median(ratios), 3) if ratios else None,
-        "peer_mb_per_s": round(moved_gb * 1000 / statistics.median(peer.seconds), 1),
-        "peer_p99_ms": round(1e3 * peer.p99_s, 3),
+        "peer_mb_per_s": round(moved_gb * 1000 / statistics.median(peer.seconds), 1) if there else None,
+        "peer_p99_ms": round(1e3 * peer.p99_s, 3) if there else None,
     }
 
 
@@ -256,25 +252,49 @@ def _serve_command(path: Path, capacity: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _redis_command(folder: Path, path: Path, port: int = 0) -> list[str]:
+class _Redis(NamedTuple):
+    """A running redis-server. clients: the addresses to reach it at, beside its unix socket r.sock, each with the
+    server's certificate where it speaks TLS."""
+
+    pid: int
+    clients: Sequence[tuple[Address, Path | None]]
+
+
+def _start_redis(folder: Path, stack: ExitStack) -> _Redis | None:
+    """Stopped with `stack`; with TLS where that is possible. None where there is no redis-server."""
     binary = find_server("redis")
     if binary is None:
-        raise KVTierError("there is no redis-server to compare with: apt-get install redis-server")
-    return [
+        left_out("redis-server's side, and the clients", "it is not installed here: apt-get install redis-server")
+        return None
+    path, port, tls_port = folder / "r.sock", kept_port(), kept_port()
+    command = [
         binary, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path),
         "--save", "", "--appendonly", "no", "--dir", str(folder),
     ]  # fmt: skip
+    clients: list[tuple[Address, Path | None]] = [(Address(path=str(path)), None), (Address("127.0.0.1", port), None)]
+    tls = _tls_options(folder, tls_port)
+    if tls:
+        try:
+            pid = stack.enter_context(_process(path, [*command, *tls]))
+        except KVTierError:
+            left_out("clients over TLS", f"{binary} does not start with it, as one that was built without")
+        else:
+            return _Redis(pid, [*clients, (Address("127.0.0.1", tls_port), folder / "cert.pem")])
+    return _Redis(stack.enter_context(_process(path, command)), clients)
 
 
 def _tls_options(folder: Path, port: int) -> list[str]:
-    """For redis-server to speak TLS at `port`, with a certificate made in `folder`; empty where there is no openssl."""
+    """For redis-server to speak TLS at `port`, with a certificate made in `folder`; empty where none can be made."""
     openssl = shutil.which("openssl")
     if openssl is None:
+        left_out("clients over TLS", "openssl is not installed here: apt-get install openssl")
         return []
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=bench"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        left_out("clients over TLS", f"openssl made no certificate: {' '.join(done.stderr.split())[-200:]}")
         return []
     options = ["--tls-port", str(port), "--tls-cert-file", cert, "--tls-key-file", key]
     return [*options, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Tier
+from kvtier.cli.bench_left_out import left_out
 from kvtier.errors import KVTierError
 from kvtier.keys import checksum
 from kvtier.storage_backends.host.tier import HostTier
@@ -100,6 +101,8 @@ def _host(pages: _Pages, rounds: int) -> list[Row]:
 
 def _nvme(directory: Path, pages: _Pages, concurrency: int, rounds: int, fio_s: int) -> list[Row]:
     fio = shutil.which("fio")
+    if fio is None:
+        left_out("fio beside NVMe", "it is not installed here: apt-get install fio")
     tier = NvmeTier(directory / "tier", len(pages.source), io_threads=concurrency)
     try:
         timings = _Timings()
