@@ -77,7 +77,7 @@ def test_codecs_are_measured_without_others_packages(
     told = left_out(capsys)
     assert [what for what, _ in told] == [bench_codec_others.TORCHAO, bench_codec_others.LMCACHE]
     assert told[0][1].startswith(f"{package} is not installed here: pip install {package}")
-    bench_codec.run(dtypes=("fp16",), impls=_native.isas()[:1], **CODEC)
+    bench_codec.run(dtypes=("fp16",), impls=(_native.isas()[0],), **CODEC)
     assert left_out(capsys) == [], "they take no FP16 in any case"
 
 
@@ -87,7 +87,7 @@ def test_a_package_that_cannot_be_imported_is_left_out(
     pytest.importorskip("torchao")
     monkeypatch.setitem(sys.modules, "torchao.prototype.mx_formats.nvfp4_tensor", None)
     hide(monkeypatch, "lmcache")
-    rows = bench_codec.run(dtypes=("bf16",), impls=_native.isas()[:1], **CODEC)
+    rows = bench_codec.run(dtypes=("bf16",), impls=(_native.isas()[0],), **CODEC)
     assert {row["codec"] for row in rows} == {"nvfp4"}
     why = dict(left_out(capsys))[bench_codec_others.TORCHAO]
     assert why.startswith("this torchao cannot be used, pip install torchao") and "nvfp4_tensor" in why
