@@ -100,6 +100,16 @@ class Connection:
         """Everything from now on ends by `until` (`time.monotonic`), or raises DeadlineError."""
         self._until = until
 
+    @property
+    def descriptor(self) -> int:
+        """For `poll`: there is something to be read where it says so, or where `has_input`."""
+        return self._fd
+
+    @property
+    def has_input(self) -> bool:
+        """Whether something has come that was not read yet, and that the kernel no longer has."""
+        return self._start < self._end or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0)
+
     def close(self) -> None:
         self._socket.close()
         self._close_pipe()

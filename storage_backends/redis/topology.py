@@ -154,6 +154,8 @@ class Topology:
         if node is None:
             database = 0 if self.mode is RedisMode.CLUSTER else self._options.database
             node = self._nodes[address] = Node(address, self._options, database)
+            if self._closed:  # a call that is still under way was sent on
+                node.close()
         return node
 
     def _find_mode(self, timeout_s: float) -> RedisMode:
