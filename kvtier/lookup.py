@@ -34,7 +34,7 @@ class Lookup:
     __slots__ = (
         "arrivals", "asked", "began", "behind", "behind_pages", "counted", "deadline", "distinct", "hashes", "held",
         "host", "keys", "load_s", "loading", "misses", "origins", "pins", "promoted", "request_id", "sparse",
-        "superseded",
+        "superseded", "when_there",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Lookup:
         self.arrivals: dict[int, float] = {}  # when pages from below were there, by index; monotonic seconds
         self.hashes: list[bytes] = []  # the engine's own, one per key, or none
         self.load_s = 0.0  # verifying and decoding, queueing included
+        self.when_there: Callable[[], object] | None = None  # see `TieredStore.when_there`
         self.behind: Names = _no_names
         self.behind_pages = 0
         self.distinct: set[bytes] = set()  # `keys`, where it is asked for piece by piece

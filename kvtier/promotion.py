@@ -320,6 +320,8 @@ class Promotions:
                 lookup.promoted[name] += 1
                 if lookup.counted and not lookup.loading and len(lookup.promoted) == 1:
                     self._break_even.promoted(name, lookup.promoted[name], time.monotonic() - lookup.began)
+                if not lookup.loading and lookup.when_there is not None:
+                    lookup.when_there()
         self._changed.notify_all()
 
     def _arrived(self, outcome: Outcome) -> None:
@@ -335,6 +337,8 @@ class Promotions:
                         lookup.arrivals[i] = time.monotonic()
                     if lookup.pins[i] == UNPINNED:
                         lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
+                    if not lookup.loading and lookup.when_there is not None:
+                        lookup.when_there()
             self._changed.notify_all()
 
     def _padded(self, slot: Slot, nbytes: int) -> memoryview:

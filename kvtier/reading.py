@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.abc.tier import Removal, StagingTier
 from kvtier.below import Below
@@ -124,6 +124,16 @@ class Reading:
             while lookup.pending and (left := give_up - time.monotonic()) > 0:
                 self._changed.wait(left)
             return lookup.ready_pages
+
+    def when_there(self, lookup: Lookup, call: Callable[[], object]) -> bool:
+        """Have `call` called when nothing is on its way to the request any more, for callers that have many of them
+        and no thread for each: by whoever brings its last page, with the store's lock held, so that it may only pass
+        the news on. False, and it is not called, if nothing is on its way now."""
+        with self._lock:
+            if not lookup.loading:
+                return False
+            lookup.when_there = call
+            return True
 
     def give_back(self, lookup: Lookup, pages: Sequence[int]) -> None:
         """The request does not use these of its ready pages, by index: they are misses, since nothing was restored, and
