@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvtier.abc.tier import PageMeta, Slot
+from kvtier.abc.tier import Slot
 from kvtier.connectors.sglang.boundaries import Beside, Boundaries, complete, lookup_name
-from kvtier.keys import checksum
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
+from tests.store_pages import PATIENCE_S, SLOT, put_value
 
-SLOT = 4096
 PAGES = 8
 
 
@@ -25,11 +24,7 @@ def key_of(pool: str, page: int) -> bytes:
 
 def put(store: TieredStore, pool: str, *pages: int) -> None:
     for page in pages:
-        key, data = key_of(pool, page), bytes([page]) * 100
-        (slot,) = store.reserve([key], [len(data)], 120.0)
-        assert isinstance(slot, Slot)
-        store.host.view(slot)[:] = data
-        store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
+        assert isinstance(put_value(store, key_of(pool, page), bytes([page]) * 100, page), Slot)
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def lower() -> DictTier:
 
 @pytest.fixture
 def store(lower: DictTier) -> Iterator[TieredStore]:
-    store = TieredStore(HostTier(40 * SLOT), [lower], promote_deadline_s=120.0, lease_s=None)
+    store = TieredStore(HostTier(40 * SLOT), [lower], promote_deadline_s=PATIENCE_S, lease_s=None)
     yield store
     lower.gate.set()
     store.close()
@@ -47,7 +42,7 @@ def store(lower: DictTier) -> Iterator[TieredStore]:
 
 def below(store: TieredStore) -> None:
     """What is stored is in the lower tier alone."""
-    assert store.flush(120.0)
+    assert store.flush(PATIENCE_S)
     store.host.delete_many([key_of(pool, page) for pool in ("kv", "swa", "state") for page in range(PAGES)])
 
 
@@ -81,7 +76,7 @@ def wait(store: TieredStore, boundaries: Boundaries) -> list[int]:
                 return lengths
         for lookup in (boundaries.kv, *(pool.lookup for pool in boundaries.beside.values())):
             if lookup is not None:
-                store.wait(lookup, 120.0)
+                store.wait(lookup, PATIENCE_S)
     raise AssertionError("pages are still on their way")
 
 
@@ -155,7 +150,7 @@ def test_a_page_beside_that_turns_out_bad_leaves_a_shorter_prefix(
 
 
 def test_a_lease_that_ended_is_no_miss(lower: DictTier) -> None:
-    store = TieredStore(HostTier(40 * SLOT), [lower], promote_deadline_s=120.0, lease_s=None)
+    store = TieredStore(HostTier(40 * SLOT), [lower], promote_deadline_s=PATIENCE_S, lease_s=None)
     put(store, "kv", 0, 1)
     put(store, "state", 1)
     kv = store.lookup("r", [key_of("kv", 0), key_of("kv", 1)])

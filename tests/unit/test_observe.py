@@ -16,13 +16,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
 
-from kvtier.abc.tier import PageMeta, Slot, TierUsage
+from kvtier.abc.tier import Slot, TierUsage
 from kvtier.breakeven import BreakEven
 from kvtier.build import open_store
 from kvtier.config import parse_config
 from kvtier.errors import TierPathError
 from kvtier.explain import Explainer
-from kvtier.keys import checksum
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import Lookup
 from kvtier.observe import ObserveOptions, Observer, Watch, usage_faults
@@ -33,29 +32,20 @@ from kvtier.store import TieredStore
 from kvtier.telemetry import Spans
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.store_machine import page_key
-
-SLOT = 4096
-WAIT_S = 120.0
-
-
-def keys(*pages: int) -> list[bytes]:
-    return [page_key(page) for page in pages]
+from tests.store_pages import PATIENCE_S, SLOT, keys, put_value
 
 
 def put(store: TieredStore, *pages: int, origin: bytes = b"") -> None:
     for page in pages:
-        key, data = page_key(page), bytes([page]) * SLOT
-        (slot,) = store.reserve([key], [SLOT], WAIT_S)
-        assert isinstance(slot, Slot)
-        store.host.view(slot)[:] = data
-        store.commit([key], [slot], [PageMeta(SLOT, 1, 16, checksum(data, key), bytes(16), origin)])
-    assert store.flush(WAIT_S)
+        data = bytes([page]) * SLOT
+        assert isinstance(put_value(store, page_key(page), data, 16, origin=origin), Slot)
+    assert store.flush(PATIENCE_S)
 
 
 def request(store: TieredStore, name: str, pages: list[bytes], **more: Any) -> Lookup:
     """Look pages up, wait for them, and start."""
     lookup = store.lookup(name, pages, **more)
-    assert store.hold(lookup, store.wait(lookup, WAIT_S))
+    assert store.hold(lookup, store.wait(lookup, PATIENCE_S))
     store.settle(name)
     return lookup
 
@@ -70,7 +60,12 @@ class Watched:
         usages = {"host": self.host.usage, "nvme": lambda: TierUsage(64 * SLOT, 0, 0, 0, 0, 0, 0, 0, 0, 0)}
         self.watch = Watch(ObserveOptions(**{"debug": True, **options}), self.ledger, usages, break_even)
         self.store = TieredStore(
-            self.host, [self.lower], self.ledger, promote_deadline_s=WAIT_S, break_even=break_even, observer=self.watch
+            self.host,
+            [self.lower],
+            self.ledger,
+            promote_deadline_s=PATIENCE_S,
+            break_even=break_even,
+            observer=self.watch,
         )
 
     def series(self) -> dict[str, float]:
@@ -187,7 +182,7 @@ def test_how_long_ago_evicted_pages_left(made: list[Watched]) -> None:
     series = w.series()
     assert w.ledger.snapshot().misses["evicted"] == 2
     assert series["kvtier_evicted_age_seconds_count"] == 2
-    assert 0 < series["kvtier_evicted_age_seconds_sum"] < 2 * WAIT_S
+    assert 0 < series["kvtier_evicted_age_seconds_sum"] < 2 * PATIENCE_S
     assert series['kvtier_evicted_age_seconds_bucket{le="86400.0"}'] == 2
 
 
@@ -205,7 +200,7 @@ def test_ages_fall_into_their_buckets() -> None:
 def test_slow_restores_are_counted_and_one_a_second_is_logged(
     made: list[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.observe._LOG_EVERY_S", 100 * WAIT_S)
+    monkeypatch.setattr("kvtier.observe._LOG_EVERY_S", 100 * PATIENCE_S)
     made.append(w := Watched(slow_restore_s=0.005))
     put(w.store, *range(1, 9))
     put(w.store, *range(11, 19))
@@ -239,7 +234,7 @@ def test_the_wait_for_a_lower_tier_is_part_of_a_restore(made: list[Watched]) -> 
     w.lower.gate.clear()
     lookup = w.store.lookup("r", keys(1))
     threading.Timer(0.1, w.lower.gate.set).start()
-    assert w.store.hold(lookup, w.store.wait(lookup, WAIT_S))
+    assert w.store.hold(lookup, w.store.wait(lookup, PATIENCE_S))
     w.store.settle("r")
     record = w.watch.explain("r")
     assert record is not None
@@ -332,7 +327,7 @@ def test_spans_of_requests_and_offloads(made: list[Watched]) -> None:
     put(w.store, *range(1, 9))
     put(w.store, *range(11, 19))
     lookup = w.store.lookup("r1", keys(1, 2, 99))
-    assert w.store.hold(lookup, w.store.wait(lookup, WAIT_S))
+    assert w.store.hold(lookup, w.store.wait(lookup, PATIENCE_S))
     lookup.load_s = 0.001
     w.store.settle("r1")
     w.watch.offloaded(lookup.began, {"stored": 3, "exists": 0})

@@ -1,5 +1,5 @@
-"""TieredStore: what is pinned, promoted, held back and counted. A dict stands in for the lower tier where reads must be
-delayed or fail; the real tiers run under the state machine and in the integration tests."""
+"""TieredStore: room for what is stored and promoted, what replaces what, what fails, and how a store closes. A dict
+stands in for the lower tier, as in test_store_lookups.py."""
 
 from __future__ import annotations
 
@@ -11,35 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.abc.tier import GetStatus, PageMeta, PutItem, PutStatus, Slot
+from kvtier.abc.tier import PageMeta, PutItem, PutStatus, Slot
 from kvtier.errors import ClosedError, ConfigError, SpecError
-from kvtier.keys import checksum
-from kvtier.ledger import MissReason
-from kvtier.lookup import UNPINNED, Lookup
 from kvtier.observe import Observer
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.redis_servers import wait_for
 from kvtier.testing.store_machine import check_usage, page_bytes, page_key
-
-SLOT = 4096
-PATIENCE_S = 60.0
-"""How long is waited for what must happen: long, since it says nothing about speed."""
-LEASE_S = 1000.0
-
-
-def put(store: TieredStore, page: int, wait_s: float = 0.0) -> Slot | PutStatus:
-    key, data = page_key(page), page_bytes(page)
-    (slot,) = store.reserve([key], [len(data)], wait_s)
-    if isinstance(slot, Slot):
-        store.host.view(slot)[:] = data
-        store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
-    return slot
-
-
-def keys(*pages: int) -> list[bytes]:
-    return [page_key(p) for p in pages]
+from tests.store_pages import PATIENCE_S, SLOT, counted, keys, meta_of, push_out_of_host, put
 
 
 @pytest.fixture
@@ -49,233 +29,17 @@ def lower() -> DictTier:
 
 @pytest.fixture
 def store(lower: DictTier) -> Iterator[TieredStore]:
-    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=PATIENCE_S, lease_s=LEASE_S)
+    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=PATIENCE_S)
     yield store
     lower.gate.set()
     store.close()
     wait_for(lambda: lower.closed, "the lower tier was not closed")
 
 
-def end_lease(lookup: Lookup) -> None:
-    """As if it had been asked for last before so long."""
-    lookup.asked -= 2 * LEASE_S
-
-
 @pytest.fixture
 def patient_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lower tier that takes nothing is waited for, however long the machine stands still."""
     monkeypatch.setattr("kvtier.spill._STUCK_S", 10 * PATIENCE_S)
-
-
-def push_out_of_host(store: TieredStore, pages: range = range(100, 112)) -> None:
-    """Fill the host tier with other pages, so that what was there is only below."""
-    assert store.flush(PATIENCE_S)
-    for page in pages:
-        put(store, page, wait_s=PATIENCE_S)
-    assert store.flush(PATIENCE_S)
-
-
-def ledger(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
-    snapshot = store.ledger.snapshot()
-    assert snapshot.lookups == sum(snapshot.hits.values()) + sum(snapshot.misses.values())
-    return {k: v for k, v in snapshot.hits.items() if v}, {k: v for k, v in snapshot.misses.items() if v}
-
-
-def test_host_hits_are_pinned_until_settled(store: TieredStore) -> None:
-    put(store, 0)
-    put(store, 3)
-    lookup = store.lookup("r", keys(0, 3, 6))
-    assert (lookup.ready_pages, lookup.pending) == (2, False)
-    for page in range(30, 60):
-        put(store, page, wait_s=0.1)
-    assert bytes(store.host.view(lookup.ready_slots(2)[0][0])) == page_bytes(0)
-    store.settle("r")
-    store.settle("r")
-    assert ledger(store) == ({"host": 2}, {"absent": 1})
-    push_out_of_host(store)
-    assert store.host.contains_many(keys(0, 3)) == [False, False]
-
-
-def test_promotion_makes_pages_ready_and_counts_the_tier_they_came_from(store: TieredStore) -> None:
-    for page in (0, 3, 6):
-        put(store, page)
-    push_out_of_host(store)
-    lookup = store.lookup("r", keys(0, 3, 6, 9))
-    assert store.wait(lookup) == 3
-    for page, (slot, meta) in zip((0, 3, 6), lookup.ready_slots(3), strict=True):
-        assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
-    assert lookup.restored_from(3) == {"nvme": 3}
-    store.settle("r")
-    assert ledger(store) == ({"nvme": 3}, {"absent": 1})
-    again = store.lookup("r", keys(0, 3, 6))
-    assert again.ready_pages == 3
-    store.settle("r")
-    assert ledger(store)[0] == {"nvme": 3, "host": 3}
-
-
-def test_promotion_never_runs_on_the_callers_thread(store: TieredStore, lower: DictTier) -> None:
-    put(store, 0)
-    push_out_of_host(store)
-    lower.gate.clear()
-    start = time.perf_counter()
-    lookup = store.lookup("r", keys(0))
-    assert time.perf_counter() - start < PATIENCE_S / 2, "it waited for the tier"
-    assert (lookup.ready_pages, lookup.pending) == (0, True)
-    lower.gate.set()
-    assert store.wait(lookup) == 1
-    assert not lookup.pending
-
-
-def test_a_deadline_passed_is_a_miss_with_that_reason(lower: DictTier) -> None:
-    store = TieredStore(HostTier(12 * SLOT), [lower], promote_deadline_s=0.5)
-    put(store, 0)
-    push_out_of_host(store)
-    lower.gate.clear()
-    start = time.perf_counter()
-    lookup = store.lookup("r", keys(0))
-    assert store.wait(lookup) == 0
-    assert 0.5 <= time.perf_counter() - start < PATIENCE_S / 2
-    store.settle("r")
-    assert ledger(store) == ({}, {"deadline": 1})
-    lower.gate.set()
-    store.close()
-
-
-def test_settling_before_the_page_arrives_counts_once_and_leaks_no_pin(store: TieredStore, lower: DictTier) -> None:
-    put(store, 0)
-    push_out_of_host(store)
-    lower.gate.clear()
-    store.lookup("r", keys(0))
-    store.settle("r")
-    lower.gate.set()
-    assert ledger(store) == ({}, {"deadline": 1})
-    assert store._promotions.drain(PATIENCE_S)
-    push_out_of_host(store, range(200, 230))
-    assert store.host.contains_many(keys(0)) == [False]
-
-
-def test_a_page_behind_a_gap_is_counted_as_such_and_not_pinned(store: TieredStore) -> None:
-    put(store, 0)
-    put(store, 6)
-    lookup = store.lookup("r", keys(0, 3, 6))
-    assert lookup.ready_pages == 1
-    push_out_of_host(store, range(30, 60))
-    assert store.host.contains_many(keys(0, 6)) == [True, False]
-    store.settle("r")
-    assert ledger(store) == ({"host": 1}, {"absent": 1, "after_gap": 1})
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [(GetStatus.FAILED, "tier_down"), (GetStatus.CORRUPT, "corrupt"), (GetStatus.ABSENT, "absent")],
-)
-def test_a_failed_page_in_the_middle_ends_the_prefix(
-    store: TieredStore, lower: DictTier, damage: GetStatus, reason: str
-) -> None:
-    for page in (0, 3, 6):
-        put(store, page)
-    push_out_of_host(store)
-    store._evicted._when_s.clear()
-    lower.gate.clear()
-    lookup = store.lookup("r", keys(0, 3, 6))
-    if damage is GetStatus.FAILED:
-        lower.fail_gets.add(page_key(3))
-    elif damage is GetStatus.CORRUPT:
-        meta, data = lower.pages[page_key(3)]
-        lower.pages[page_key(3)] = (meta, bytes([data[0] ^ 1]) + data[1:])
-    else:
-        del lower.pages[page_key(3)]
-    lower.gate.set()
-    assert store.wait(lookup) == 1
-    assert store.flush(PATIENCE_S) and store._promotions.drain(PATIENCE_S)
-    store.settle("r")
-    assert ledger(store) == ({"nvme": 1}, {reason: 1, "after_gap": 1})
-
-
-def test_an_evicted_page_says_so(store: TieredStore, lower: DictTier) -> None:
-    put(store, 0)
-    push_out_of_host(store)
-    lower.pages.clear()
-    store.lookup("r", keys(0, 3))
-    store.settle("r")
-    assert ledger(store) == ({}, {"evicted": 1, "absent": 1})
-
-
-def test_two_requests_share_one_promotion(store: TieredStore, lower: DictTier) -> None:
-    put(store, 0)
-    push_out_of_host(store)
-    lower.gate.clear()
-    a, b = store.lookup("a", keys(0)), store.lookup("b", keys(0, 3))
-    lower.gate.set()
-    assert store.wait(a) == store.wait(b) == 1
-    store.settle("a")
-    assert bytes(store.host.view(b.ready_slots(1)[0][0]))[:64] == page_bytes(0)[:64]
-    store.settle("b")
-    assert ledger(store) == ({"nvme": 2}, {"absent": 1})
-
-
-def test_asking_for_other_keys_keeps_pins_and_counts_each_page_once(store: TieredStore) -> None:
-    for page in (0, 3, 6):
-        put(store, page)
-    store.lookup("r", keys(0, 3, 6, 9))
-    lookup = store.lookup("r", keys(6, 9, 12))
-    assert lookup.ready_pages == 1
-    assert store.lookup("r", keys(6, 9, 12)) is lookup
-    store.settle("r")
-    assert ledger(store) == ({"host": 1}, {"superseded": 2, "absent": 2})
-    assert store.ledger.snapshot().lookup_polls == 2
-
-
-def test_a_page_that_fails_while_loading_becomes_a_miss_and_is_gone(store: TieredStore) -> None:
-    for page in (0, 3, 6):
-        put(store, page)
-    lookup = store.lookup("r", keys(0, 3, 6))
-    store.hold(lookup)
-    store.fail(lookup, page_key(3))
-    store.fail(lookup, page_key(77))
-    store.settle("r")
-    assert ledger(store) == ({"host": 1}, {"corrupt": 1, "after_gap": 1})
-    assert store.host.contains_many(keys(0, 3, 6)) == [True, False, True]
-    assert store.host.usage().quarantined_pages == 1
-
-
-def test_a_lookup_without_a_load_is_evictable_after_its_lease(store: TieredStore) -> None:
-    for page in range(0, 36, 3):
-        put(store, page, wait_s=PATIENCE_S)
-    lookup = store.lookup("r", keys(*range(0, 36, 3)))
-    assert lookup.ready_pages == 12
-    assert put(store, 60) is PutStatus.FULL
-    end_lease(lookup)
-    assert isinstance(put(store, 60, wait_s=PATIENCE_S), Slot)
-    assert store.open_requests() == []
-    assert ledger(store) == ({}, {"dropped": 12})
-
-
-def test_a_held_lookup_never_expires(store: TieredStore) -> None:
-    for page in range(0, 36, 3):
-        put(store, page, wait_s=PATIENCE_S)
-    lookup = store.lookup("r", keys(*range(0, 36, 3)))
-    store.hold(lookup)
-    end_lease(lookup)
-    assert put(store, 60, wait_s=0.1) is PutStatus.FULL
-
-
-def test_a_frozen_lookup_gains_nothing_and_may_start_with_less(store: TieredStore, lower: DictTier) -> None:
-    """Ranks of one engine: each says what it has and keeps it, then all start with what they have in common."""
-    put(store, 9)
-    push_out_of_host(store)
-    for page in (0, 3, 6):
-        put(store, page)
-    assert store.flush(PATIENCE_S)
-    lower.gate.clear()
-    lookup = store.lookup("r", keys(0, 3, 6, 9))
-    assert store.freeze(lookup) == 3 and not lookup.pending
-    lower.gate.set()
-    assert store.hold(lookup, 2, rest=MissReason.AFTER_GAP)
-    assert store.lookup("r", keys(0, 3, 6, 9)).ready_pages == 2
-    store.settle("r")
-    assert ledger(store) == ({"host": 2}, {"after_gap": 1, "deadline": 1})
-    assert store.freeze(lookup) == 0  # it has ended
 
 
 @pytest.mark.usefixtures("patient_spill")
@@ -291,7 +55,7 @@ def test_reserve_waits_for_pages_being_spilled(store: TieredStore, lower: DictTi
 def put_below(lower: DictTier, pages: range) -> list[bytes]:
     """Pages of three size classes, one slot each where the number is a multiple of 3."""
     made = [(page_key(page), page_bytes(page)) for page in pages]
-    metas = [PageMeta(len(data), 1, 1, checksum(data, key), bytes(16)) for key, data in made]
+    metas = [meta_of(key, data, 1) for key, data in made]
     lower.put_many([PutItem(key, meta, memoryview(data)) for (key, data), meta in zip(made, metas, strict=True)])
     return [key for key, _ in made]
 
@@ -304,7 +68,7 @@ def test_a_prefix_larger_than_the_host_tier_does_not_wait_for_room_it_holds_itse
     assert store.wait(lookup) == 16
     assert time.monotonic() - start < PATIENCE_S / 2
     store.settle("r")
-    hits, misses = ledger(store)
+    hits, misses = counted(store)
     assert hits == {"nvme": 16}
     assert set(misses) <= {"no_room", "deadline"} and sum(misses.values()) == 44
     store.close()
@@ -323,7 +87,7 @@ def test_the_end_of_a_prefix_gives_way_to_its_beginning(lower: DictTier) -> None
     for page, (slot, meta) in zip(range(0, 24, 3), lookup.ready_slots(8), strict=True):
         assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
     store.settle("r")
-    hits, misses = ledger(store)
+    hits, misses = counted(store)
     assert hits == {"nvme": 8} and sum(misses.values()) == 12 and "absent" not in misses
     store.close()
 
@@ -354,7 +118,7 @@ def test_pages_that_no_request_waits_for_any_more_push_nothing_out(lower: DictTi
 
 def test_a_record_that_no_tier_can_describe_gives_its_slot_back(store: TieredStore) -> None:
     key, data = page_key(0), page_bytes(0)
-    meta = PageMeta(len(data), 1, 1, checksum(data, key), bytes(16), bytes(256))
+    meta = meta_of(key, data, 1, origin=bytes(256))
     (slot,) = store.reserve([key], [len(data)])
     assert isinstance(slot, Slot)
     with pytest.raises(SpecError, match="origin has 256 bytes"):
@@ -393,7 +157,7 @@ def test_close_is_quick_settles_and_refuses_further_use(lower: DictTier) -> None
     store.close()
     assert time.perf_counter() - start < PATIENCE_S / 2, "closing is to take 2 s, and waited for the tier"
     lower.gate.set()
-    assert ledger(store) == ({}, {"absent": 1, "dropped": 1})
+    assert counted(store) == ({}, {"absent": 1, "dropped": 1})
     with pytest.raises(ClosedError):
         store.lookup("r", keys(0))
     with pytest.raises(ClosedError):
@@ -450,59 +214,7 @@ def test_usage_adds_up_after_all_of_it(store: TieredStore, lower: DictTier) -> N
     assert store.flush(PATIENCE_S)
     check_usage(store.host.usage())
     check_usage(lower.usage())
-    assert ledger(store)[0]["host"] >= 40
-
-
-def test_a_lookup_whose_lease_ended_is_not_held(lower: DictTier) -> None:
-    store = TieredStore(HostTier(8 * SLOT), [lower], lease_s=LEASE_S)
-    put(store, 1)
-    lookup = store.lookup("r", keys(1))
-    assert lookup.ready_pages == 1
-    end_lease(lookup)
-    store._drop_expired()  # what a writer does that needs room
-    assert not store.hold(lookup) and not store.hold(lookup, 1)
-    again = store.lookup("r", keys(1))
-    assert store.hold(again, 1)
-    end_lease(again)
-    store._drop_expired()
-    assert store.open_requests() == ["r"]
-    store.settle("r")
-    store.close()
-
-
-def test_a_page_may_arrive_while_the_ready_prefix_is_measured(lower: DictTier) -> None:
-    class Arriving(list[int]):
-        """Another thread pins the last page right after this one has seen that it is missing."""
-
-        def __contains__(self, pin: object) -> bool:
-            found = super().__contains__(pin)
-            self[:] = range(len(self))
-            return found
-
-    store = TieredStore(HostTier(8 * SLOT), [lower])
-    lookup = Lookup("r", 1.0, store.host)
-    lookup.keys = keys(1, 2)
-    lookup.loading = {lookup.keys[1]: 1}
-    lookup.pins = Arriving([0, -1])
-    assert lookup.pending
-    assert lookup.ready_pages in (1, 2)
-    store.close()
-
-
-def test_a_sparse_lookup_uses_pages_behind_a_gap(store: TieredStore) -> None:
-    put(store, 5)
-    push_out_of_host(store)
-    put(store, 0)
-    put(store, 3)
-    lookup = store.lookup("r", keys(0, 1, 2, 3, 4, 5, 6), sparse=True)
-    store.wait(lookup, PATIENCE_S)
-    assert not lookup.pending and [pin != UNPINNED for pin in lookup.pins] == [i in (0, 3, 5) for i in range(7)]
-    assert [bytes(store.host.view(slot)) for slot, _ in lookup.slots_of([3, 5])] == [page_bytes(3), page_bytes(5)]
-    with pytest.raises(ValueError, match=r"pages \[4\] of request 'r' are not ready"):
-        lookup.slots_of([3, 4])
-    store.give_back(lookup, [0])
-    store.settle("r")
-    assert ledger(store) == ({"host": 1, "nvme": 1}, {"absent": 4, "dropped": 1})
+    assert counted(store)[0]["host"] >= 40
 
 
 class Hearing(Observer):
@@ -530,7 +242,7 @@ def replace(store: TieredStore, page: int, replaces: bytes) -> bool:
     slot = store.reserve_one(key, len(data))
     assert isinstance(slot, Slot)
     store.host.view(slot)[:] = data
-    return store.commit_over(key, slot, PageMeta(len(data), 1, page, checksum(data, key), bytes(16)), replaces)
+    return store.commit_over(key, slot, meta_of(key, data, page), replaces)
 
 
 @pytest.mark.parametrize("moves", [False, True])

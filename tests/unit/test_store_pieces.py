@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.abc.tier import PageMeta, PutItem, Slot, TierCapabilities
-from kvtier.keys import checksum
+from kvtier.abc.tier import PutItem, TierCapabilities
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import Lookup
 from kvtier.observe import ObserveOptions, Observer, Watch
@@ -21,8 +20,8 @@ from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.store_machine import page_bytes, page_key
+from tests.store_pages import PATIENCE_S, counted, meta_of, put
 
-PATIENCE_S = 60.0
 PAGES = 24
 
 
@@ -34,7 +33,7 @@ def opened(
     lower = DictTier("nvme")
     for page in below:
         key, data = page_key(page), page_bytes(page)
-        lower.put_many([PutItem(key, PageMeta(len(data), 1, page, checksum(data, key), bytes(16)), memoryview(data))])
+        lower.put_many([PutItem(key, meta_of(key, data, page), memoryview(data))])
     store = TieredStore(
         HostTier(1 << 20), [lower], promote_deadline_s=PATIENCE_S, lease_s=None, observer=observer, ledger=ledger
     )
@@ -45,14 +44,6 @@ def opened(
         yield store
     finally:
         store.close()
-
-
-def put(store: TieredStore, page: int) -> None:
-    key, data = page_key(page), page_bytes(page)
-    (slot,) = store.reserve([key], [len(data)], 0.0)
-    assert isinstance(slot, Slot)
-    store.host.view(slot)[:] = data
-    store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
 
 
 def ask(store: TieredStore, pieces: list[int]) -> Lookup:
@@ -70,12 +61,6 @@ def ask(store: TieredStore, pieces: list[int]) -> Lookup:
     lookup.behind = lambda i, j: (keys[at + i : at + j], hashes[at + i : at + j])
     lookup.behind_pages = PAGES - at
     return lookup
-
-
-def counted(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
-    snapshot = store.ledger.snapshot()
-    assert snapshot.lookups == sum(snapshot.hits.values()) + sum(snapshot.misses.values())
-    return {k: v for k, v in snapshot.hits.items() if v}, {k: v for k, v in snapshot.misses.items() if v}
 
 
 @settings(max_examples=40, deadline=None)

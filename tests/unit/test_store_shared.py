@@ -8,16 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtier.abc.tier import LENGTH_UNKNOWN, PageMeta, Slot, TierCapabilities
+from kvtier.abc.tier import LENGTH_UNKNOWN, PageMeta, TierCapabilities
 from kvtier.keys import checksum
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
 from kvtier.testing.store_machine import page_bytes, page_key
-
-SLOT = 4096
-PATIENCE_S = 60.0
-"""How long is waited for what must happen: long, since it says nothing about speed."""
+from tests.store_pages import PATIENCE_S, SLOT, counted, keys, meta_of, put_all
 
 
 class SharedTier(DictTier):
@@ -49,13 +46,8 @@ class SharedTier(DictTier):
 
     def has(self, *pages: int) -> None:
         for page in pages:
-            data = page_bytes(page)
-            meta = PageMeta(len(data), 1, page, checksum(data, page_key(page)), bytes(16))
-            self.pages[page_key(page)] = (meta, data)
-
-
-def keys(*pages: int) -> list[bytes]:
-    return [page_key(p) for p in pages]
+            key, data = page_key(page), page_bytes(page)
+            self.pages[key] = (meta_of(key, data, page), data)
 
 
 @pytest.fixture
@@ -78,18 +70,8 @@ def store(local: DictTier, shared: SharedTier) -> Iterator[TieredStore]:
 
 
 def put(store: TieredStore, page: int) -> None:
-    data = page_bytes(page)
-    (slot,) = store.reserve(keys(page), [len(data)])
-    assert isinstance(slot, Slot)
-    store.host.view(slot)[:] = data
-    store.commit(keys(page), [slot], [PageMeta(len(data), 1, page, checksum(data, page_key(page)), bytes(16))])
+    put_all(store, [page])
     assert store.flush(PATIENCE_S)
-
-
-def ledger(store: TieredStore) -> tuple[dict[str, int], dict[str, int]]:
-    snapshot = store.ledger.snapshot()
-    assert snapshot.lookups == sum(snapshot.hits.values()) + sum(snapshot.misses.values())
-    return {k: v for k, v in snapshot.hits.items() if v}, {k: v for k, v in snapshot.misses.items() if v}
 
 
 def test_a_lookup_never_asks_a_shared_tier_on_the_callers_thread(store: TieredStore, shared: SharedTier) -> None:
@@ -104,7 +86,7 @@ def test_a_lookup_never_asks_a_shared_tier_on_the_callers_thread(store: TieredSt
     assert not lookup.pending, "an absent page is a miss as soon as the worker knows"
     assert threading.get_ident() not in shared.askers
     store.settle("r")
-    assert ledger(store) == ({"redis": 2}, {"absent": 1})
+    assert counted(store) == ({"redis": 2}, {"absent": 1})
 
 
 def test_pages_of_all_tiers_make_one_prefix(store: TieredStore, local: DictTier, shared: SharedTier) -> None:
@@ -119,7 +101,7 @@ def test_pages_of_all_tiers_make_one_prefix(store: TieredStore, local: DictTier,
     for page, (slot, meta) in zip((0, 3, 6, 9), lookup.ready_slots(4), strict=True):
         assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(page)
     store.settle("r")
-    assert ledger(store) == ({"host": 1, "redis": 1, "nvme": 2}, {})
+    assert counted(store) == ({"host": 1, "redis": 1, "nvme": 2}, {})
     assert shared.asked.count(page_key(9)) == 0, "what a local tier has is not asked for"
 
 
@@ -130,7 +112,7 @@ def test_pages_behind_a_gap_are_not_read(store: TieredStore, shared: SharedTier)
     assert store._promotions.drain(PATIENCE_S)
     assert shared.read == keys(0)
     store.settle("r")
-    assert ledger(store) == ({"redis": 1}, {"absent": 1, "after_gap": 2})
+    assert counted(store) == ({"redis": 1}, {"absent": 1, "after_gap": 2})
 
 
 def test_a_page_behind_a_gap_is_read_if_another_request_waits_for_it(store: TieredStore, shared: SharedTier) -> None:
@@ -142,7 +124,7 @@ def test_a_page_behind_a_gap_is_read_if_another_request_waits_for_it(store: Tier
     assert store.wait(b) == 1
     store.settle("b")
     store.settle("a")
-    assert ledger(store) == ({"redis": 1}, {"absent": 1, "after_gap": 1})
+    assert counted(store) == ({"redis": 1}, {"absent": 1, "after_gap": 1})
 
 
 def test_a_tier_that_does_not_answer_is_the_reason(store: TieredStore, shared: SharedTier) -> None:
@@ -150,7 +132,7 @@ def test_a_tier_that_does_not_answer_is_the_reason(store: TieredStore, shared: S
     lookup = store.lookup("r", keys(0, 3))
     assert store.wait(lookup) == 0
     store.settle("r")
-    assert ledger(store) == ({}, {"tier_down": 2})
+    assert counted(store) == ({}, {"tier_down": 2})
 
 
 def test_an_error_in_the_tier_ends_the_wait(store: TieredStore, shared: SharedTier) -> None:
@@ -159,7 +141,7 @@ def test_an_error_in_the_tier_ends_the_wait(store: TieredStore, shared: SharedTi
     assert store.wait(store.lookup("r", keys(0, 3))) == 0
     assert time.perf_counter() - start < PATIENCE_S / 2
     store.settle("r")
-    assert ledger(store) == ({}, {"tier_down": 2})
+    assert counted(store) == ({}, {"tier_down": 2})
     assert store.ledger.snapshot().errors["promote"] == 1
 
 
@@ -181,7 +163,7 @@ def test_settling_before_the_answer_counts_once(store: TieredStore, shared: Shar
     store.settle("r")
     shared.asking.set()
     assert store._promotions.drain(PATIENCE_S)
-    assert ledger(store) == ({}, {"deadline": 2})
+    assert counted(store) == ({}, {"deadline": 2})
 
 
 def test_two_shared_tiers(local: DictTier) -> None:
@@ -192,6 +174,6 @@ def test_two_shared_tiers(local: DictTier) -> None:
     lookup = store.lookup("r", keys(0, 3, 6))
     assert store.wait(lookup) == 2
     store.settle("r")
-    assert ledger(store) == ({"near": 1, "far": 1}, {"absent": 1})
+    assert counted(store) == ({"near": 1, "far": 1}, {"absent": 1})
     store.close()
     local.close()
