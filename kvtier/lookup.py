@@ -53,6 +53,7 @@ class Lookup:
         self.asked = time.monotonic()
         self.deadline = self.asked + deadline_s
         self.held = False
+        self.taken = False  # pages of it are being loaded, or were: none of them gives way to others
         self.began = self.asked
         self.promoted: Counter[str] = Counter()  # pages that came up for it, by tier
         self.arrivals: dict[int, float] = {}  # when pages from below were there, by index; monotonic seconds

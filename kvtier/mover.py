@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.abc.codec import FINER, Codec
-from kvtier.abc.tier import PageMeta, PutStatus, Slot
+from kvtier.abc.tier import CHECKSUM_BYTES, PageMeta, PutStatus, Slot
 from kvtier.codecs import registry
 from kvtier.errors import ClosedError, ConfigError, SpecError
 from kvtier.hot import HotPool
-from kvtier.keys import CodecPolicy, Namespace, seed_of
+from kvtier.keys import CodecPolicy, Namespace, seeds_of
 from kvtier.ledger import Direction, OffloadOutcome
 from kvtier.lookup import Lookup
 from kvtier.quality import QualityGuard
@@ -181,8 +181,9 @@ class PageMover:
         while pages:
             nbytes = [layout.cold_page_bytes] * len(pages)
             answers = self.store.reserve([given.keys[i] for i in pages], nbytes, given.wait_s())
-            slots = {i: a for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)}
-            refused = self._fill(codec, layout, given, slots)
+            slots = [a for a in answers if isinstance(a, Slot)]
+            taken = [i for i, a in zip(pages, answers, strict=True) if isinstance(a, Slot)]
+            refused = self._fill(codec, layout, given, taken, slots)
             outcomes[stored] += len(slots) - sum(len(group) for group in refused.values())
             for why, group in refused.items():
                 if group and why is OffloadOutcome.STORED_RAW:
@@ -210,44 +211,43 @@ class PageMover:
             )
 
     def _fill(
-        self, codec: Codec, layout: ColdLayout, given: _Given, slots: dict[int, Slot]
+        self, codec: Codec, layout: ColdLayout, given: _Given, pages: list[int], slots: list[Slot]
     ) -> dict[OffloadOutcome, list[int]]:
         """Encode pages into their slots and commit them; returns the pages that the codec refused, by what they count
         as once they are stored raw."""
         if not slots:
             return {}
-        pages, keys = list(slots), given.keys
+        keys = [given.keys[i] for i in pages]
         committed = False
         try:
             ids, valid = given.ids[pages], given.valid[pages]
             start = time.perf_counter()
-            arena, offsets = self.store.host.arena, np.array([slots[i].offset for i in pages], dtype=np.int64)
-            seeds = np.array([seed_of(keys[i]) for i in pages], dtype=np.uint64)
-            result = codec.encode(layout, given.pool, ids, valid, arena, offsets, seeds)
+            arena, offsets = self.store.host.arena, np.array([slot.offset for slot in slots], dtype=np.int64)
+            result = codec.encode(layout, given.pool, ids, valid, arena, offsets, seeds_of(keys))
             self._ledger.time_codec("encode", time.perf_counter() - start)
             error = result.relative_error
             # Only a page that could be encoded has an error. Those over their budget are what the guard is to see.
             lost = result.refused if error is None else result.refused & ~np.isfinite(error)
             self._measure_some(codec, layout, given.pool, ids, valid, offsets, lost)
-            refused = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if bad]
-            good = [i for i, bad in zip(pages, result.refused.tolist(), strict=True) if not bad]
-            sums = {i: result.checksums[n].tobytes() for n, i in enumerate(pages)}
             form = codec.form | FINER if layout.levels else codec.form
-            metas = [self._meta(given, i, layout.cold_page_bytes, form, sums[i]) for i in good]
-            if refused:
-                self.store.abort([keys[i] for i in refused], [slots[i] for i in refused])
+            metas = self._metas(given, pages, layout.cold_page_bytes, form, result.checksums)
+            bad = np.flatnonzero(result.refused).tolist()
+            good = np.flatnonzero(~result.refused).tolist()
+            if bad:
+                self.store.abort([keys[n] for n in bad], [slots[n] for n in bad])
             committed = True
-            self.store.commit([keys[i] for i in good], [slots[i] for i in good], metas)
+            metas = [metas[n] for n in good]
+            self.store.commit([keys[n] for n in good], [slots[n] for n in good], metas)
             self._count_moved(Direction.OFFLOAD, metas)
-            over = set() if error is None else {pages[n] for n in np.flatnonzero(np.isfinite(error))}
-            groups = {
-                OffloadOutcome.STORED_OVER_BUDGET: [i for i in refused if i in over],
-                OffloadOutcome.STORED_RAW: [i for i in refused if i not in over],
-            }
-            return {why: group for why, group in groups.items() if group}
+            groups: dict[OffloadOutcome, list[int]] = {}
+            for n in bad:
+                measured = error is not None and np.isfinite(error[n])
+                why = OffloadOutcome.STORED_OVER_BUDGET if measured else OffloadOutcome.STORED_RAW
+                groups.setdefault(why, []).append(pages[n])
+            return groups
         finally:
             if not committed:
-                self.store.abort([keys[i] for i in pages], [slots[i] for i in pages])
+                self.store.abort(keys, slots)
 
     def _measure_some(
         self,
@@ -282,11 +282,10 @@ class PageMover:
         for i in pages:
             start, key = time.perf_counter(), given.keys[i]
             ids, valid = given.ids[i : i + 1], given.valid[i : i + 1]
-            seed = np.array([seed_of(key)], dtype=np.uint64)
-            result = codec.encode(layout, given.pool, ids, valid, scratch, start_at, seed)
+            result = codec.encode(layout, given.pool, ids, valid, scratch, start_at, seeds_of([key]))
             self._ledger.time_codec("encode", time.perf_counter() - start)
             nbytes = layout.cold_page_bytes if result.nbytes is None else int(result.nbytes[0])
-            meta = self._meta(given, i, nbytes, codec.form, result.checksums[0].tobytes())
+            (meta,) = self._metas(given, [i], nbytes, codec.form, result.checksums)
             answer = self.store.reserve([key], [nbytes], given.wait_s())[0]
             if isinstance(answer, PutStatus):
                 outcomes[_OUTCOME_OF[answer]] += 1
@@ -297,9 +296,17 @@ class PageMover:
             outcomes[OffloadOutcome.STORED] += 1
         return outcomes
 
-    def _meta(self, given: _Given, i: int, nbytes: int, form: int, checksum: bytes) -> PageMeta:
-        valid = int(given.valid[i])
-        return PageMeta(nbytes, form, valid, checksum, self._fingerprint, given.origins[i], self._priority)
+    def _metas(
+        self, given: _Given, pages: list[int], nbytes: int, form: int, checksums: npt.NDArray[np.uint8]
+    ) -> list[PageMeta]:
+        """checksums: ``[len(pages), 16]``."""
+        sums = np.frombuffer(checksums.tobytes(), f"V{CHECKSUM_BYTES}").tolist()
+        spec, origins, priority = self._fingerprint, given.origins, self._priority
+        new = tuple.__new__  # named construction would take most of the time
+        return [
+            new(PageMeta, (nbytes, form, valid, check, spec, origins[i], priority))
+            for i, valid, check in zip(pages, given.valid[pages].tolist(), sums, strict=True)
+        ]
 
     def _finish_offload(self, ticket: Ticket[OffloadResult], outcomes: Counter[OffloadOutcome]) -> None:
         self._ledger.offloaded(outcomes)
@@ -323,9 +330,8 @@ class PageMover:
         may raise ClosedError, before it touches the pool, verifies every page, then decodes layer by layer and calls
         ``on_layer(l)`` after layer l (0-based, in order) is complete. A page that is found bad is quarantined and
         becomes a miss; nothing of the load may then be used."""
-        self.store.hold(lookup)  # before its pins are read, so that their lease cannot end in between
         wanted = range(len(page_ids)) if pages is None else pages
-        pins = lookup.pins_of(wanted)
+        pins = self.store.take(lookup, wanted)
         ticket: Ticket[OnboardResult] = Ticket()
         keys = [lookup.keys[i] for i in wanted]  # the request may ask for others by the time a worker is free
         job = partial(self._onboard, ticket, lookup, keys, pins, wanted, pool, page_ids, on_layer, ready)

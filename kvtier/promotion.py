@@ -278,9 +278,9 @@ class Promotions:
     def _make_way(self, keys: Sequence[bytes]) -> bool:
         """Whether room in the host tier may come for pages that requests wait for.
 
-        It comes from requests that have all of their pages, from slots being filled and from pages being written below.
-        Where nothing but requests that wait for more holds it, the youngest of these gives up its last pages: for its
-        own first ones, or for older requests."""
+        It comes from requests that have all of their pages or are being loaded, from slots being filled and from pages
+        being written below. Where nothing but requests that wait for more holds it, the youngest of these gives up its
+        last pages: for its own first ones, or for older requests."""
         released: list[int] = []
         with self._changed:
             waiting = {lookup.request_id: lookup for key in keys for lookup in self.waiting.get(key, ())}
@@ -289,7 +289,7 @@ class Promotions:
             if self._room.filling or not all(spiller.idle for spiller in self._spillers.values()):
                 return True
             holding = [lk for lk in self._lookups.values() if lk.pins.count(UNPINNED) < len(lk.pins)]
-            if any(not lk.loading for lk in holding):
+            if any(lk.taken or not lk.loading for lk in holding):
                 return True
             youngest = max(holding, key=lambda lk: lk.deadline, default=None)
             if youngest is None or youngest.request_id in waiting:

@@ -109,6 +109,14 @@ class Reading:
         self._unpin(released)
         return True
 
+    def take(self, lookup: Lookup, pages: Sequence[int]) -> list[int]:
+        """The pins of pages, given by index, that are going to be read: from now on they stay until `settle`, whatever
+        others wait for. ValueError unless all of them are ready."""
+        with self._lock:
+            pins = lookup.pins_of(pages)
+            lookup.held = lookup.taken = True
+            return pins
+
     def freeze(self, lookup: Lookup) -> int:
         """The request starts with no more than the pages that are ready now, whose number is returned; they are held as
         in `hold`, which may still leave some of them out."""

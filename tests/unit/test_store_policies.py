@@ -342,6 +342,31 @@ def test_a_request_whose_pages_gave_way_is_not_held(lower: DictTier) -> None:
     store.close()
 
 
+def test_pages_that_are_being_loaded_do_not_give_way(lower: DictTier) -> None:
+    """Not even where their request waited for more in vain: a decoder reads them."""
+    store = store_of(lower, 16, Write.THROUGH)
+    put(store, pages(24))
+    assert store.flush(LONG_S)
+    here_now = [n for n in pages(24) if store.host.contains_many(keys([n]))[0]]
+    below = [n for n in pages(24) if n not in here_now]
+    lower.gate.clear()
+    loaded = store.lookup("loaded", keys([below[0], *here_now]), sparse=True)  # its last would give way to its first
+    ready = [i for i, pin in enumerate(loaded.pins) if pin >= 0]
+    assert len(ready) == len(here_now) == 16 and loaded.loading
+    pins = store.take(loaded, ready)
+    waits = store.lookup("waits", keys(below[1:3]))
+    lower.gate.set()
+    assert store.wait(waits, 0.5) == 0, "there is no room for as long as the load goes on"
+    assert [loaded.pins[i] for i in ready] == pins
+    for i, (slot, meta) in zip(ready, store.host.pinned_many(pins), strict=True):
+        assert bytes(store.host.view(slot)[: meta.nbytes]) == page_bytes(here_now[i - 1])
+    store.settle("loaded")
+    assert store.wait(waits, LONG_S) == 2, "its end is the room that was waited for"
+    store.settle("waits")
+    assert sum(store.ledger.snapshot().hits.values()) == 16 + 2
+    store.close()
+
+
 # -- the break-even rule -----------------------------------------------------------------------------------------------
 
 
