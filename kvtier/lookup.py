@@ -34,7 +34,7 @@ class Lookup:
     __slots__ = (
         "arrivals", "asked", "began", "behind", "behind_pages", "counted", "deadline", "distinct", "hashes", "held",
         "host", "keys", "load_s", "loading", "misses", "origins", "pins", "promoted", "request_id", "sparse",
-        "superseded", "when_there",
+        "superseded", "taken", "when_there",
     )  # fmt: skip
 
     def __init__(
