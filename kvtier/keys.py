@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, KEY_BYTES
@@ -122,6 +123,11 @@ def seed_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "little")
 
 
+def seeds_of(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """uint64 ``[len(keys)]``: as `seed_of`, of many page keys."""
+    return np.frombuffer(b"".join(keys), "<u8")[:: KEY_BYTES // 8].astype(np.uint64)
+
+
 def checksum(data: Any, key: bytes) -> bytes:
     """16 bytes: xxh3-128 of `data` seeded with the page key, so that right bytes under a wrong key fail too."""
     return xxhash.xxh3_128_digest(data, seed_of(key))
@@ -176,4 +182,5 @@ __all__ = [
     "owners_of",
     "page_hashes",
     "seed_of",
+    "seeds_of",
 ]

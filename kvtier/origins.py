@@ -12,7 +12,6 @@ from xxhash import xxh3_64_intdigest
 
 ROWS = 1 << 17
 """Hashes that are remembered at most; 2 MiB. A newer one takes the place of an older one that falls on the same row."""
-_MANY = 16  # pages from which whole columns are faster than one row after the other
 
 
 class Origins:
@@ -25,18 +24,13 @@ class Origins:
 
     def stored(self, origins: Sequence[bytes], keys: Sequence[bytes]) -> None:
         """Pages were stored; those without an origin are left out."""
-        pairs = [(origin, key) for origin, key in zip(origins, keys, strict=True) if origin]
-        if len(pairs) < _MANY:
-            with self._lock:
-                for origin, key in pairs:
-                    of_origin = xxh3_64_intdigest(origin)
-                    row = of_origin % len(self._hashes)
-                    self._hashes[row], self._keys[row] = of_origin, xxh3_64_intdigest(key)
-            return
-        hashes, ids = _numbers([origin for origin, _ in pairs]), _numbers([key for _, key in pairs])
-        rows = hashes % np.uint64(len(self._hashes))
+        hashes, ids = memoryview(self._hashes), memoryview(self._keys)
         with self._lock:
-            self._hashes[rows], self._keys[rows] = hashes, ids
+            for origin, key in zip(origins, keys, strict=True):
+                if origin:
+                    of_origin = xxh3_64_intdigest(origin)
+                    row = of_origin % len(hashes)
+                    hashes[row], ids[row] = of_origin, xxh3_64_intdigest(key)
 
     def elsewhere(self, origins: Sequence[bytes], keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """bool ``[len(keys)]``: whether the page of each hash was last stored under another key than this one."""

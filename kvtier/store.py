@@ -188,7 +188,8 @@ class TieredStore(Reading):
             self.abort(keys, slots)
             raise
         self._protection.stored(keys)
-        again = [key for key in keys if key in self._evicted] if self._used_bits else []
+        left = self._evicted.among(keys) if self._used_bits else ()
+        again = [key for key in keys if key in left] if left else []
         if again:  # it was here before and left: this is its second use
             self.host.expect_writing(again, self._used_bits)
         for spiller in self._spillers.values():

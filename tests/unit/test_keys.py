@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import _native
-from kvtier.keys import CodecPolicy, Namespace, checksum, fingerprint_weights, owners_of, page_hashes, seed_of
+from kvtier.keys import CodecPolicy, Namespace, checksum, fingerprint_weights, owners_of, page_hashes, seed_of, seeds_of
 from kvtier.spec import DType, PageSpec
 
 SPEC = PageSpec.mha(layers=2, kv_heads=3, head_dim=64, page_tokens=64, dtype=DType.BF16)
@@ -161,6 +161,12 @@ def test_weights_fingerprint_sees_bytes_and_not_order() -> None:
         tensors[:1],
     ):
         assert fingerprint_weights({"x": 1, "y": 2}, other) != base
+
+
+def test_the_seeds_of_many_pages_are_those_of_each() -> None:
+    keys = NAMESPACE.page_keys(HASHES)
+    assert seeds_of(keys).tolist() == [seed_of(key) for key in keys]
+    assert seeds_of([]).shape == (0,)
 
 
 if __name__ == "__main__":
