@@ -28,7 +28,7 @@ from kvtier.storage_backends.host.arena import Arena
 from kvtier.storage_backends.host.budget import NodeBudget
 from kvtier.storage_backends.slots.config import check_capacity, check_max_record
 from kvtier.storage_backends.slots.descriptions import check_meta
-from kvtier.storage_backends.slots.extents import Region, slot_bytes_of
+from kvtier.storage_backends.slots.extents import Region
 from kvtier.storage_backends.slots.gate import Gate, notify
 from kvtier.storage_backends.slots.order import order_of
 from kvtier.storage_backends.slots.table import SlotTable
@@ -85,37 +85,16 @@ class HostTier(StagingTier):
 
     def reserve_many(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> list[Slot | PutStatus]:
         with self._gate:
-            memory = self.arena.data
-
-            def reserve() -> list[Slot | PutStatus]:
-                return [self._reserve(key, n) for key, n in zip(keys, nbytes, strict=True)]
-
-            slots = self._locked(reserve)
-            for slot in slots:
-                if isinstance(slot, Slot):
-                    end = slot.offset + slot.nbytes
-                    padding = slot_bytes_of(slot.nbytes) - slot.nbytes
-                    # Not by numpy, which lets another thread have the interpreter for each of these few bytes.
-                    memory[end : end + padding] = _ZEROS[:padding]
-            return slots
+            return self._locked(lambda: [self._reserve(key, n) for key, n in zip(keys, nbytes, strict=True)])
 
     def reserve_one(self, key: bytes, nbytes: int) -> Slot | PutStatus:
         with self._lock:
             if self._gate.closed:
                 self._gate.refuse()
-            table = self._table
             try:
-                row = table.reserve(key, nbytes)
+                answer = self._reserve(key, nbytes)
             finally:
-                removed = table.take_removed() if table.removed else None
-            answer: Slot | PutStatus
-            if isinstance(row, PutStatus):
-                answer = row
-            else:
-                answer = _new(Slot, (row, offset := table.rows.offset[row], nbytes))
-                end = offset + nbytes
-                if padding := -nbytes % SLOT_ALIGN or (0 if nbytes else SLOT_ALIGN):
-                    self.memory[end : end + padding] = _ZEROS[:padding]
+                removed = self._table.take_removed() if self._table.removed else None
         if removed:
             notify(self._removal_listener, removed)
         return answer
@@ -133,16 +112,9 @@ class HostTier(StagingTier):
     def commit_many(
         self, keys: Sequence[bytes], slots: Sequence[Slot], metas: Sequence[PageMeta], unwritten: int = 0
     ) -> None:
-        with self._gate:
-            for meta, slot in zip(metas, slots, strict=True):
-                check_meta(meta)
-                if meta.nbytes > slot.nbytes:
-                    raise SpecError(f"a record of {meta.nbytes} bytes in a slot reserved for {slot.nbytes}")
-            with self._lock:
-                for slot, meta in zip(slots, metas, strict=True):
-                    self._table.stage(slot.id, meta)
-                    self._table.publish(slot.id, meta.priority, unwritten)
-                    self._put_bytes += meta.nbytes
+        with self._gate, self._lock:
+            self._table.commit([slot.id for slot in slots], keys, metas, unwritten)
+            self._put_bytes += sum(meta.nbytes for meta in metas)
 
     def abort_many(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         with self._lock:
@@ -274,7 +246,13 @@ class HostTier(StagingTier):
 
     def _reserve(self, key: bytes, nbytes: int) -> Slot | PutStatus:
         row = self._table.reserve(key, nbytes)
-        return row if isinstance(row, PutStatus) else self._table.slot(row)
+        if isinstance(row, PutStatus):
+            return row
+        offset = self._table.rows.offset[row]
+        end = offset + nbytes
+        if padding := -nbytes % SLOT_ALIGN or (0 if nbytes else SLOT_ALIGN):
+            self.memory[end : end + padding] = _ZEROS[:padding]
+        return _new(Slot, (row, offset, nbytes))
 
     def _put(self, items: Sequence[PutItem]) -> list[PutStatus]:
         answers = self.reserve_many([item.key for item in items], [item.meta.nbytes for item in items])

@@ -11,7 +11,7 @@ from kvtier.abc.tier import CHECKSUM_BYTES, FINGERPRINT_BYTES, PRIORITY_MAX, PRI
 from kvtier.errors import SpecError
 from kvtier.storage_backends.slots.columns import PAGE, PageColumns
 from kvtier.storage_backends.slots.order import Order
-from kvtier.storage_backends.slots.rows import Rows
+from kvtier.storage_backends.slots.rows import CHECKSUM_AT, ROW_BYTES, Rows
 
 ORIGIN_MAX_BYTES = 255
 _FEW = 4  # rows from which whole columns are faster than one row after the other
@@ -31,11 +31,12 @@ class Descriptions:
     def set(self, row: int, meta: PageMeta) -> None:
         """All of `meta` but its priority, which is the order's."""
         rows = self._rows
-        rows.nbytes[row], rows.form[row], rows.valid_tokens[row] = meta.nbytes, meta.form, meta.valid_tokens
-        rows.set_checksum(row, meta.checksum)
-        rows.spec[row] = self.spec_id(meta.spec)
-        if meta.origin:
-            self.origins[row] = meta.origin
+        rows.nbytes[row], rows.form[row], rows.valid_tokens[row], checksum, spec, origin, _ = meta
+        at = row * ROW_BYTES + CHECKSUM_AT
+        rows.raw[at : at + CHECKSUM_BYTES] = checksum
+        rows.spec[row] = self.spec_id(spec)
+        if origin:
+            self.origins[row] = origin
 
     def recover(self, pages: PageColumns) -> int:
         """New rows in a run for `pages`, in an empty table; the first one."""
@@ -92,14 +93,24 @@ class Descriptions:
 
 def check_meta(meta: PageMeta) -> None:
     """Raise SpecError for a description that no tier can keep."""
-    if len(meta.checksum) != CHECKSUM_BYTES or len(meta.spec) != FINGERPRINT_BYTES:
+    nbytes, form, valid_tokens, checksum, spec, origin, priority = meta
+    if (
+        len(checksum) == CHECKSUM_BYTES
+        and len(spec) == FINGERPRINT_BYTES
+        and len(origin) <= ORIGIN_MAX_BYTES
+        and PRIORITY_MIN <= priority <= PRIORITY_MAX
+        and nbytes >= 0
+        and 0 <= form < 1 << 16
+        and 0 <= valid_tokens < 1 << 31
+    ):
+        return
+    if len(checksum) != CHECKSUM_BYTES or len(spec) != FINGERPRINT_BYTES:
         raise SpecError(
             f"checksum and spec have {CHECKSUM_BYTES} and {FINGERPRINT_BYTES} bytes, "
-            f"got {len(meta.checksum)} and {len(meta.spec)}"
+            f"got {len(checksum)} and {len(spec)}"
         )
-    if len(meta.origin) > ORIGIN_MAX_BYTES:
-        raise SpecError(f"origin has {len(meta.origin)} bytes, at most {ORIGIN_MAX_BYTES} can be kept")
-    if not PRIORITY_MIN <= meta.priority <= PRIORITY_MAX:
-        raise SpecError(f"priority = {meta.priority}: must be from {PRIORITY_MIN} to {PRIORITY_MAX}")
-    if not (meta.nbytes >= 0 and 0 <= meta.form < 1 << 16 and 0 <= meta.valid_tokens < 1 << 31):
-        raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")
+    if len(origin) > ORIGIN_MAX_BYTES:
+        raise SpecError(f"origin has {len(origin)} bytes, at most {ORIGIN_MAX_BYTES} can be kept")
+    if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        raise SpecError(f"priority = {priority}: must be from {PRIORITY_MIN} to {PRIORITY_MAX}")
+    raise SpecError(f"nbytes, form or valid_tokens out of range: {meta}")

@@ -181,7 +181,10 @@ class LruOrder(Order):
     """Exact least recently used, inside each priority."""
 
     def insert(self, row: int, key: bytes, priority: int) -> None:
-        self._place(row, _lane(priority, main=True))
+        rows, lane = self._rows, 2 * (priority - PRIORITY_MIN) + 1
+        self._clock += 1
+        rows.stamp[row], rows.lane[row] = self._clock, lane
+        self._members[lane] += 1
 
     def replace(self, row: int, key: bytes, priority: int, old: int, old_key: bytes) -> None:
         rows, lane = self._rows, 2 * (priority - PRIORITY_MIN) + 1

@@ -86,10 +86,6 @@ class Rows:
     def key(self, row: int) -> bytes:
         return bytes(self.key_bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
-    def set_checksum(self, row: int, checksum: bytes) -> None:
-        at = row * FIXED.itemsize + CHECKSUM_AT
-        self.raw[at : at + CHECKSUM_BYTES] = checksum
-
     def checksum(self, row: int) -> bytes:
         at = row * FIXED.itemsize + CHECKSUM_AT
         return bytes(self.raw[at : at + CHECKSUM_BYTES])

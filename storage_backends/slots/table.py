@@ -148,6 +148,26 @@ class SlotTable:
         else:
             self.stored_pages += 1
 
+    def commit(self, rows: Sequence[int], keys: Sequence[bytes], metas: Sequence[PageMeta], keep: int = 0) -> None:
+        """`stage` and `publish` of reserved rows, whose keys are `keys`; all are checked before one is."""
+        r, filling, live, described = self.rows, self._filling, self._live, self._described
+        for row, key, meta in zip(rows, keys, metas, strict=True):
+            if filling.get(key) != row or r.state[row] != FILLING:
+                raise _misused(row)
+            check_meta(meta)
+            if meta[0] > r.nbytes[row]:
+                raise SpecError(f"a record of {meta.nbytes} bytes in a slot reserved for {r.nbytes[row]}")
+        for row, key, meta in zip(rows, keys, metas, strict=True):
+            described.set(row, meta)
+            del filling[key]
+            live[key] = row
+            r.state[row], r.keep[row] = LIVE, keep
+            self._order.insert(row, key, meta[6])
+            if key.startswith(PROBE_PREFIX):
+                self._probes += 1
+            else:
+                self.stored_pages += 1
+
     def publish_over(self, row: int, key: bytes, meta: PageMeta, replaces: bytes) -> bool:
         """`stage`, `publish` and `unpin` of a reserved row, whose key is `key`, and `remove` of the page under
         `replaces` (empty: none), which is not among `removed`; whether it was there. In one, since the cache server
@@ -439,7 +459,7 @@ class SlotTable:
 
     def _expect(self, row: int, state: int) -> None:
         if not 0 <= row < self.rows.count or self.rows.state[row] != state:
-            raise SpecError(f"slot {row} is not reserved, or was published or given back already")
+            raise _misused(row)
 
     def _free(self, row: int) -> None:
         rows = self.rows
@@ -488,3 +508,7 @@ class SlotTable:
         old = (rows.states[:count] == LIVE) & (rows.pins[:count] == 0) & (rows.keeps[:count] == 0)
         for row in np.flatnonzero(old & (self._order.last_use() <= horizon)).tolist():
             self.remove(rows.key(row), Removal.EVICTED)
+
+
+def _misused(row: int) -> SpecError:
+    return SpecError(f"slot {row} is not reserved, or was published or given back already")

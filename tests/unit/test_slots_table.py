@@ -6,6 +6,7 @@ import math
 import random
 from collections import OrderedDict
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,57 @@ def test_a_batch_is_used_in_its_order() -> None:
     for number in range(10, 14):
         add(table, number)
     assert [r.key for r in table.take_removed()] == [key_of(n) for n in (2, 0, 3, 1)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_many_are_committed_as_one_after_the_other(policy: str) -> None:
+    """Every column, the order and the counts are the same."""
+    tables = [SlotTable([Region(0, 64 * 4096)], 4096, order_of(policy)) for _ in range(2)]
+    keys = [key_of(n) for n in range(7)]
+    metas = [meta_of(100 + n, n)._replace(priority=n % 3 - 1) for n in range(7)]
+    for many, table in enumerate(tables):
+        rows = [row for key in keys if isinstance(row := table.reserve(key, 4096), int)]
+        assert len(rows) == 7
+        if many:
+            table.commit(rows, keys, metas, 5)
+        else:
+            for row, meta in zip(rows, metas, strict=True):
+                table.stage(row, meta)
+                table.publish(row, meta.priority, 5)
+    one, other = ([table.pages(table.find(keys)), table.kept(4, 7), table.entries(staged=True)] for table in tables)
+    assert one == other
+    for column in ("fixed", "extents", "stamps", "pins", "states", "keeps", "lanes", "uses", "useds"):
+        assert getattr(tables[0].rows, column).tolist() == getattr(tables[1].rows, column).tolist(), column
+    usages = [table.usage(capacity_bytes=64 * 4096, put_bytes=0, get_bytes=0) for table in tables]
+    assert usages[0] == usages[1] and usages[0].stored_pages == 7
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"checksum": b"short"},
+        {"spec": b"short"},
+        {"origin": b"o" * 256},
+        {"priority": 2},
+        {"form": 1 << 16},
+        {"valid_tokens": -1},
+        {"nbytes": -1},
+        {"nbytes": 101},  # of a slot for 100
+    ],
+)
+def test_of_many_all_are_committed_or_none(bad: dict[str, Any]) -> None:
+    table = SlotTable([Region(0, 8 * 4096)], 4096)
+    keys = [key_of(1), key_of(2)]
+    rows = [row for key in keys if isinstance(row := table.reserve(key, 100), int)]
+    with pytest.raises(SpecError):
+        table.commit(rows, keys, [meta_of(100, 1), meta_of(100, 2)._replace(**bad)])
+    with pytest.raises(SpecError, match="not reserved"):
+        table.commit(rows, keys[::-1], [meta_of(100, 1), meta_of(100, 2)])
+    assert table.find(keys) == [-1, -1] and not table.stored_pages
+    table.commit(rows, keys, [meta_of(100, 1), meta_of(100, 2)])
+    assert table.find(keys) == rows
+    with pytest.raises(SpecError, match="not reserved"):
+        table.commit(rows, keys, [meta_of(100, 1), meta_of(100, 2)])
 
 
 def test_descriptions_survive_growth() -> None:
