@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from kvtier.abc.tier import (
@@ -34,6 +34,8 @@ _MISS_OF = {
 _NOT_ASKED: Mapping[bytes, int] = {}
 Outcome = dict[bytes, "MissReason | None"]
 """What became of pages that were wanted; None: in the host tier."""
+_Wait = tuple[bytes, Lookup, int]
+"""A request that waits for a page, and the page's index in it."""
 
 
 class Promotions:
@@ -218,17 +220,18 @@ class Promotions:
 
     def _read(self, tier: Tier, keys: list[bytes], lengths: Mapping[bytes, int]) -> Outcome:
         outcome: Outcome = {}
-        here = []
+        wanted: list[bytes] = []
+        nbytes_of: list[int] = []
         sizes = [lengths[key] for key in keys] if lengths else tier.length_many(keys)
         for key, nbytes in zip(keys, sizes, strict=True):
             if nbytes < 0:
                 outcome[key] = self._why_missing(key, nbytes == LENGTH_UNKNOWN)
             else:
-                here.append((key, nbytes))
+                wanted.append(key)
+                nbytes_of.append(nbytes)
         fill: list[tuple[bytes, Slot]] = []
-        wanted = [key for key, _ in here]
-        answers = self._room.reserve(wanted, [n for _, n in here], self._deadline_s, lambda: self._make_way(wanted))
-        for (key, _), answer in zip(here, answers, strict=True):
+        answers = self._room.reserve(wanted, nbytes_of, self._deadline_s, lambda: self._make_way(wanted))
+        for key, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Slot):
                 fill.append((key, answer))
             else:
@@ -237,7 +240,8 @@ class Promotions:
         aborted: list[tuple[bytes, Slot]] = list(fill)
         try:
             start = time.perf_counter()
-            outs = [self._padded(slot, slot.nbytes) for _, slot in fill]
+            memory = self._host.memory  # which a slot has up to the next 4 KiB
+            outs = [memory[at : at + -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN] for _, (_, at, nbytes) in fill]
             results = tier.get_many_into([key for key, _ in fill], outs, self._deadline_s)
             self._ledger.time_tier(tier.name, "get", time.perf_counter() - start)
             aborted = []
@@ -307,40 +311,52 @@ class Promotions:
     def _hand_over(self, name: str, keys: Sequence[bytes]) -> None:
         """Pin committed pages for the requests that wait for them, while their writer still pins them."""
         now = time.monotonic()
-        for key in keys:
-            for lookup in self.waiting.pop(key, ()):
-                i = lookup.loading.pop(key, -1)
-                if i < 0:
-                    continue  # it asks for other pages by now
-                (lookup.pins[i],) = self._host.hold_many([key])
-                lookup.origins[i] = name
-                lookup.arrivals[i] = now
-                if lookup.pins[i] == UNPINNED:
-                    lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
-                lookup.promoted[name] += 1
-                if lookup.counted and not lookup.loading and len(lookup.promoted) == 1:
-                    self._break_even.promoted(name, lookup.promoted[name], time.monotonic() - lookup.began)
-                if not lookup.loading and lookup.when_there is not None:
-                    lookup.when_there()
-        self._changed.notify_all()
+        wanted = self._end_wait(keys)
+        pins = self._host.hold_many([key for key, _, _ in wanted])
+        for (_, lookup, i), pin in zip(wanted, pins, strict=True):
+            lookup.pins[i] = pin
+            lookup.origins[i] = name
+            lookup.arrivals[i] = now
+            if pin == UNPINNED:
+                lookup.misses[i] = MissReason.CORRUPT  # deleted between commit and now: only a bad page is
+            lookup.promoted[name] += 1
+        for lookup in _complete(wanted):
+            if lookup.counted and len(lookup.promoted) == 1:
+                self._break_even.promoted(name, lookup.promoted[name], time.monotonic() - lookup.began)
+        self._tell(wanted)
 
     def _arrived(self, outcome: Outcome) -> None:
         """End the wait for promoted pages. None: the page is, or was a moment ago, in the host tier."""
         with self._changed:
-            for key, reason in outcome.items():
-                for lookup in self.waiting.pop(key, ()):
-                    i = lookup.loading.pop(key, -1)
-                    if i < 0:
-                        continue  # it asks for other pages by now
-                    if reason is None:
-                        (lookup.pins[i],) = self._host.hold_many([key])
-                        lookup.arrivals[i] = time.monotonic()
-                    if lookup.pins[i] == UNPINNED:
-                        lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
-                    if not lookup.loading and lookup.when_there is not None:
-                        lookup.when_there()
-            self._changed.notify_all()
+            wanted = self._end_wait(outcome)
+            there = [key for key, _, _ in wanted if outcome[key] is None]
+            pins = iter(self._host.hold_many(there) if there else ())
+            for key, lookup, i in wanted:
+                reason = outcome[key]
+                if reason is None:
+                    lookup.pins[i] = next(pins)
+                    lookup.arrivals[i] = time.monotonic()
+                if lookup.pins[i] == UNPINNED:
+                    lookup.misses[i] = reason if reason is not None else MissReason.DEADLINE
+            self._tell(wanted)
 
-    def _padded(self, slot: Slot, nbytes: int) -> memoryview:
-        """The slot's first `nbytes` rounded up to the next 4 KiB, which the arena always has."""
-        return self._host.arena.data[slot.offset : slot.offset + -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN]
+    def _tell(self, ended: Sequence[_Wait]) -> None:
+        """What was waited for has come, or will not."""
+        for lookup in _complete(ended):
+            if lookup.when_there is not None:
+                lookup.when_there()
+        self._changed.notify_all()
+
+    def _end_wait(self, keys: Iterable[bytes]) -> list[_Wait]:
+        """Who waited for pages; requests that ask for other pages by now are left out."""
+        return [
+            (key, lookup, i)
+            for key in keys
+            for lookup in self.waiting.pop(key, ())
+            if (i := lookup.loading.pop(key, -1)) >= 0
+        ]
+
+
+def _complete(ended: Sequence[_Wait]) -> list[Lookup]:
+    """Requests that wait for nothing any more, each once."""
+    return [lookup for lookup in dict.fromkeys(lookup for _, lookup, _ in ended) if not lookup.loading]
