@@ -8,6 +8,7 @@ cache, each also as JSON in a string. Anything else is a block.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import sys
 from collections.abc import Hashable, Iterator, Mapping
@@ -38,12 +39,14 @@ SERDE = "LMCache serde"
 @dataclass(frozen=True, slots=True)
 class Block:
     """One block of a file. place: where it lies in it. what: for people. options: the block itself.
-    small_without_tiers: whether this door has tiers of its own where the block has none."""
+    small_without_tiers: whether this door has tiers of its own where the block has none. elsewhere: the file that has
+    the options, where this one only names it."""
 
     place: Place
     what: str
     options: Mapping[str, Any]
     small_without_tiers: bool = False
+    elsewhere: str = ""
 
     def read(self) -> tuple[BaseModel | None, list[Mistake]]:
         """The validated block, or what is wrong with it."""
@@ -106,6 +109,8 @@ def only_block(path: str) -> tuple[Config, Block]:
     source = read_source(path)
     if len(source.blocks) > 1:
         raise ConfigError(f"config file {path!r} holds {len(source.blocks)} blocks: give a file with one of them")
+    if elsewhere := source.blocks[0].elsewhere:
+        raise ConfigError(f"config file {path!r} only names the file of the block: give that one, {elsewhere!r}")
     config, mistakes = source.blocks[0].read()
     if source.mistakes or not isinstance(config, Config):
         text = "; ".join(m.text for m in (*source.mistakes, *mistakes)) or "it has no tiers; give a whole block"
@@ -205,16 +210,33 @@ def _own_mistakes(block: Block) -> Iterator[Mistake]:
     for option in ("instance", "weights", "config"):
         if not isinstance(given.get(option, ""), str):
             yield wrong(option, given[option], "give text")
-    others = sorted(set(given) - set(LMCACHE_OWN))
+    misspelt = _misspelt_own(given)
+    for name, meant in misspelt.items():
+        place = (*map(str, block.place), name)
+        text = f"unknown option {written(place)!r} (value {given[name]!r}); did you mean {meant!r}? Else remove it"
+        yield Mistake(place, written(place), given[name], text)
+    others = sorted(set(given) - set(LMCACHE_OWN) - set(misspelt))
     if "config" in given and others:
         yield wrong("config", given["config"], f"is given together with {', '.join(others)}: write them into the file")
+
+
+def _misspelt_own(given: Mapping[str, Any]) -> dict[str, str]:
+    """Options that are meant for one of `LMCACHE_OWN`, of which a block's own check knows nothing, and for which."""
+    near = {
+        name: difflib.get_close_matches(name, (*LMCACHE_OWN, *Config.model_fields), n=1)
+        for name in given
+        if name not in LMCACHE_OWN and name not in Config.model_fields
+    }
+    return {name: names[0] for name, names in near.items() if names and names[0] in LMCACHE_OWN}
 
 
 def _without_own(block: Block) -> Block:
     if not block.small_without_tiers:
         return block
-    rest = {k: v for k, v in block.options.items() if k not in LMCACHE_OWN}
-    return Block(block.place, block.what, rest, True)
+    own = {*LMCACHE_OWN, *_misspelt_own(block.options)}
+    rest = {k: v for k, v in block.options.items() if k not in own}
+    elsewhere = block.options.get("config")
+    return Block(block.place, block.what, rest, True, elsewhere if isinstance(elsewhere, str) and not rest else "")
 
 
 def _lines(text: str) -> tuple[dict[Place, int], tuple[tuple[str, int], ...]]:

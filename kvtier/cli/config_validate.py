@@ -98,8 +98,14 @@ def _own(source: Source) -> Iterator[Said]:
 
 def _block(source: Source, block: Block) -> Iterator[Said]:
     from kvtier.cli.config_checks import remarks
+    from kvtier.cli.config_lmcache import lmcache_remarks
+    from kvtier.cli.config_sources import SERDE
     from kvtier.cli.doctor_line import Finding, State, good
 
+    if block.elsewhere:
+        told = f"{block.what}: its block is in {block.elsewhere}; validate that file, too"
+        yield _said(source, block.place, "", None, lambda at: good(at, told))
+        return
     config, mistakes = block.read()
     for mistake in mistakes:
         place = (*block.place, *mistake.place)
@@ -107,7 +113,8 @@ def _block(source: Source, block: Block) -> Iterator[Said]:
     if config is None:
         return
     worst = State.GOOD
-    for remark in remarks(config, block, None if source.path == "-" else Path(source.path)):
+    path = None if source.path == "-" else Path(source.path)
+    for remark in (*remarks(config, block, path), *lmcache_remarks(config, block)):
         state = State.BAD if remark.grade == "error" else State.WARNING
         worst = State.BAD if State.BAD in (worst, state) else state
 
@@ -119,7 +126,8 @@ def _block(source: Source, block: Block) -> Iterator[Said]:
         yield _said(source, (*block.place, *remark.place), remark.option, remark.value, finding)
     if worst is not State.BAD:
         tiers = [tier.type for tier in getattr(config, "tiers", ())]
-        text = f"{block.what}: " + (f"tiers {', '.join(tiers)}" if tiers else "methods for live caches")
+        held = f"tiers {', '.join(tiers)}" if tiers else "methods for live caches"
+        text = block.what if block.what == SERDE else f"{block.what}: {held}"
         text += " and kvtier serve" if getattr(config, "server", None) is not None else ""
         yield _said(source, block.place, "", None, lambda at: good(at, text))
 
