@@ -62,7 +62,7 @@ def remarks(config: BaseModel, block: Block, path: Path | None) -> Iterator[Rema
         else:
             yield from _redis(tier, place)
     if config.server is not None:
-        yield from _server(config.server, config.tiers[0])
+        yield from _server(config, config.server)
         for option in ("record", "salt"):
             if getattr(config, option):
                 text = "is of engines; kvtier serve, for which there is a block server, does not use it"
@@ -233,7 +233,7 @@ def _http(http: HttpConfig) -> Iterator[Remark]:
     yield from _secret_file(("http", "token_file"), http.token_file)
 
 
-def _server(server: ServerConfig, host: Any) -> Iterator[Remark]:
+def _server(config: Config, server: ServerConfig) -> Iterator[Remark]:
     from kvtier.server.auth import PASSWORD_VARIABLE, User, Users
     from kvtier.server.options import Listen, ServerOptions, ServerTls
 
@@ -249,7 +249,9 @@ def _server(server: ServerConfig, host: Any) -> Iterator[Remark]:
             raise ConfigError("server: tls_cert and tls_key belong together; give both or neither")
         tls = ServerTls(server.tls_cert, server.tls_key) if server.tls_cert and server.tls_key else None
         listens = tuple(Listen.parse(text) for text in server.listen)
-        ServerOptions(listens, users, tls, server.max_connections).check()
+        options = ServerOptions(listens, users, tls, server.max_connections)
+        options.check()
+        options.check_block(config)
     except ConfigError as error:
         yield _error(("server", "listen"), list(server.listen), error)
         return
@@ -261,7 +263,8 @@ def _server(server: ServerConfig, host: Any) -> Iterator[Remark]:
         if not listen.local and not listen.tls:
             text = "passwords and values go over the network in the clear"
             yield _warn(("server", "listen", n), str(listen), text, f"use tls:{listen.host}:{listen.port}")
-    if "max_value" in server.model_fields_set and server.max_value > host.capacity:
+    host = config.tiers[0]
+    if "max_value" in server.model_fields_set and isinstance(host, HostTierConfig) and server.max_value > host.capacity:
         text = f"is more than the host tier's {size_text(host.capacity)}: such a value is refused all the same"
         yield _warn(
             ("server", "max_value"), size_text(server.max_value), text, "lower it, or raise the host tier's capacity"

@@ -54,7 +54,10 @@ def init(
             raise ConfigError(f"{option} {given} is less than a page or two: give it a unit, such as 64GiB")
     host_bytes = parse_bytes(memory) if memory else _share_of_memory(preset)
     disk_bytes = parse_bytes(disk) if disk else _most_of_disk(Path(path).expanduser())
-    text = text_of(preset, size_text(host_bytes), size_text(disk_bytes), path=path, url=url, socket=socket)
+    text = text_of(
+        preset, size_text(host_bytes), size_text(disk_bytes), max_value=size_text(min(512 * _MIB, host_bytes)),
+        path=path, url=url, socket=socket,
+    )  # fmt: skip
     if file == "-":
         sys.stdout.write(text)
         return

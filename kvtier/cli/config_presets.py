@@ -113,13 +113,13 @@ server:
   listen: ["unix:{socket}"]
   # password_file: /run/secrets/kvtier       # or the environment variable KVTIER_SERVER_PASSWORD
   max_connections: {connections}
-  max_value: 512MiB
+  max_value: {max_value}
   drain: 10s                 # how long clients may finish at SIGTERM; what is not on disk yet is written then
 """
 
 
-def text_of(preset: Preset, memory: str, disk: str, *, path: str, url: str, socket: str) -> str:
-    """The whole file."""
+def text_of(preset: Preset, memory: str, disk: str, *, max_value: str, path: str, url: str, socket: str) -> str:
+    """The whole file. max_value: the largest value of a cache server."""
     serves = preset in (Preset.SIDECAR, Preset.NODE)
     what, start = _FOR[preset]
     tiers = ["tiers:\n", _HOST]
@@ -133,7 +133,7 @@ def text_of(preset: Preset, memory: str, disk: str, *, path: str, url: str, sock
     parts += ["".join(tiers), _SERVER] if serves else [_FORM, "".join(tiers), _ENGINE]
     parts.append(_HTTP)
     return "\n".join(parts).format(
-        memory=memory, disk=disk, path=path, url=url, socket=socket, write="through",
+        memory=memory, disk=disk, max_value=max_value, path=path, url=url, socket=socket, write="through",
         connections=64 if preset is Preset.SIDECAR else 256,
         http_port=CLIENT_PORT if preset is Preset.CLIENT else SERVER_PORT,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def as_yaml(block: BaseModel, origin: Callable[[Leaf], str]) -> str:
     origins = {leaf.option: (leaf, origin(leaf)) for leaf in leaves(block)}
     rows = list(_rows(block, (), origins))
     width = min(48, max(len(text) for text, _ in rows) + 2)
-    return "".join(f"{text:<{width}}# {where}\n" if where else f"{text}\n" for text, where in rows)
+    return "".join(f"{text:<{width - 1}} # {where}\n" if where else f"{text}\n" for text, where in rows)
 
 
 def _rows(block: BaseModel, place: Place, leaf_of: Mapping[str, tuple[Leaf, str]]) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def examine(path: Path) -> Iterator[Finding]:
 
 def _examine(config: Config) -> Iterator[Finding]:
     from kvtier.cli.doctor_disks import check_tiers
-    from kvtier.cli.doctor_engines import check_engines, check_gpu, check_way
+    from kvtier.cli.doctor_engines import check_engines, check_extras, check_gpu, check_way
     from kvtier.cli.doctor_machine import check_machine
     from kvtier.cli.doctor_network import check_http, check_redis, check_server
     from kvtier.config import RedisTierConfig
@@ -74,8 +74,8 @@ def _examine(config: Config) -> Iterator[Finding]:
         if isinstance(tier, RedisTierConfig):
             yield from check_redis(tier)
     yield from check_way(config)
-    if config.server is not None:
-        yield from check_server(config.server)
+    yield from check_extras(config)
+    yield from check_server(config)
     yield from check_http(config)
     yield check_gpu()
     yield from check_engines()

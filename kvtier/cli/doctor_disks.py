@@ -48,6 +48,17 @@ def check_host_tier(config: HostTierConfig) -> Iterator[Finding]:
 
 def check_directories(config: NvmeTierConfig) -> Iterator[Finding]:
     paths = [path.expanduser() for path in config.path]
+    if config.capacity // len(paths) < SLOT_ALIGN:
+        yield bad(
+            "nvme",
+            f"capacity {size(config.capacity)} is too little for a page",
+            f"set at least {SLOT_ALIGN * len(paths)} bytes",
+        )
+        return
+    named = Counter(map(os.path.realpath, paths))
+    if twice := [path for path, times in named.items() if times > 1]:
+        yield bad("nvme", f"{twice[0]} is named twice, by different names", "name each directory once, one per device")
+        return
     devices = Counter(_device(path) for path in paths)
     for path in paths:
         what = f"nvme {path}"

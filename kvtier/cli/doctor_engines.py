@@ -99,6 +99,19 @@ def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def check_extras(config: Config) -> Iterator[Finding]:
+    """Packages that only some options need. Where one is there, nothing is said."""
+    for wanted, what, module in (
+        (config.opentelemetry, "opentelemetry", "kvtier.telemetry"),
+        (config.kv_events is not None, "kv_events", "kvtier.kv_events"),
+    ):
+        if wanted:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                yield refused(what, error)
+
+
 def check_gpu() -> Finding:
     """What pages that lie on a GPU need. torch is only imported where there is one: it takes seconds."""
     what = "GPU"

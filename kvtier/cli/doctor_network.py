@@ -24,8 +24,8 @@ from kvtier.abc.tier import (
     PutStatus,
 )
 from kvtier.build import redis_options
-from kvtier.cli.doctor_line import Finding, bad, good, nothing, refused, size, warning
-from kvtier.config import Config, RedisTierConfig, ServerConfig
+from kvtier.cli.doctor_line import Finding, State, bad, good, nothing, refused, size, warning
+from kvtier.config import Config, RedisTierConfig
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import checksum
 
@@ -46,13 +46,14 @@ def check_redis(config: RedisTierConfig) -> Iterator[Finding]:
     except KVTierError as error:
         yield refused(what, error)
         return
-    facts = []
-    for address in options.seeds if config.mode != "sentinel" else ():
-        found = _facts(address, options)
+    servers: list[Address] = []
+    facts: list[ServerFacts] = []
+    for found in _servers(config, options):
         if isinstance(found, Finding):
             yield found
         else:
-            facts.append(found)
+            servers.append(found[0])
+            facts.append(found[1])
     if facts:
         said = sorted({f"{f.version} ({f.mode.value}), maxmemory {size(f.maxmemory_bytes)}" for f in facts})
         yield good(what, f"version {'; '.join(said)}, policy {', '.join(sorted({f.maxmemory_policy for f in facts}))}")
@@ -60,15 +61,46 @@ def check_redis(config: RedisTierConfig) -> Iterator[Finding]:
         for text in discovery.misfits(facts, limit, 0, facts[0].mode):
             misfit = refused(what, text)
             yield misfit if "this tier needs" in text else warning(what, misfit.text, misfit.fix)
+        if config.mode in ("standalone", "cluster") and any(f.mode.value != config.mode for f in facts):
+            are = ", ".join(sorted({f.mode.value for f in facts}))
+            yield bad(what, f"mode = {config.mode!r}, and the servers say {are}", "leave mode out: they are asked then")
+            facts = []
     yield from _transport(options)
-    if facts or config.mode == "sentinel":
-        with_tier = tier.RedisTier(options)
-        try:
-            yield _round_trip(what, with_tier)
-        finally:
-            with_tier.close()
-        for address in options.seeds[:1] if config.mode != "sentinel" else ():
-            yield _server_clock(address, options)
+    if facts:
+        clock = _server_clock(servers[0], options, in_cluster=facts[0].mode.value == "cluster")
+        if clock.state is not State.BAD:
+            with_tier = tier.RedisTier(options)
+            try:
+                yield _round_trip(what, with_tier)
+            finally:
+                with_tier.close()
+        yield clock
+
+
+def _servers(config: RedisTierConfig, options: RedisOptions) -> Iterator[tuple[Address, ServerFacts] | Finding]:
+    """Those that the url names, or the master that its sentinels tell, with what they say of themselves."""
+    from kvtier.storage_backends.redis import discovery
+
+    if config.mode != "sentinel":
+        found = [(address, _facts(address, options)) for address in options.seeds]
+        if config.mode != "auto" or not any(
+            not isinstance(facts, Finding) and facts.mode.value == "sentinel" for _, facts in found
+        ):
+            yield from (facts if isinstance(facts, Finding) else (address, facts) for address, facts in found)
+            return
+        if not config.service:
+            yield bad("redis", f"{found[0][0]} is a sentinel", "set service to the name of the master that it watches")
+            return
+    try:
+        master = discovery.ask_sentinels(options, options.timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever the client library says is what is to be told
+        yield bad(
+            "redis", f"no sentinel tells where {config.service} is: {error}",
+            "check that the url names sentinels, that service is their name for the master, and their password",
+        )  # fmt: skip
+        return
+    facts = _facts(master, options)
+    yield facts if isinstance(facts, Finding) else (master, facts)
 
 
 def _facts(address: Address, options: RedisOptions) -> ServerFacts | Finding:
@@ -150,33 +182,40 @@ def _expiry(what: str, who: str, certificate: Any) -> Finding:
     return good(what, f"{who}, certificate valid for {days:.0f} days")
 
 
-def _server_clock(address: Address, options: RedisOptions) -> Finding:
-    from kvtier.storage_backends.redis.connection import Connection, encode
+def _server_clock(address: Address, options: RedisOptions, *, in_cluster: bool) -> Finding:
+    """The server's clock beside ours; bad where it does not let us in as the tier would be."""
+    from kvtier.storage_backends.redis.connection import Connection, DeadlineError, LoginError, LostError, encode
 
     what = "redis clock"
+    until, database = time.monotonic() + options.timeout_s, 0 if in_cluster else options.database
     try:
-        connection = Connection(address, options, time.monotonic() + options.timeout_s, database=options.database)
+        connection = Connection(address, options, until, database=database)
         try:
             connection.send([encode([b"TIME"])])
             reply = connection.read_reply()
         finally:
             connection.close()
-    except (OSError, KVTierError) as error:
+    except LoginError as error:
+        return bad("redis", f"{address}: {error}", "check the user's name, the password and the database in the url")
+    except (DeadlineError, LostError) as error:
         return nothing(what, f"not told: {error}")
-    if not isinstance(reply, list) or not reply:
-        return nothing(what, f"not told: {reply!r}")
+    if not isinstance(reply, list) or not reply or not isinstance(reply[0], bytes) or not reply[0].isdigit():
+        return nothing(what, f"not told: {reply}")
     ahead_s = int(reply[0]) - time.time()
     if abs(ahead_s) > _SKEW_S:
         return warning(what, f"the server is {ahead_s:+.0f} s off this machine", "synchronize both (chrony)")
     return good(what, "agrees with this machine's")
 
 
-def check_server(config: ServerConfig) -> Iterator[Finding]:
+def check_server(config: Config) -> Iterator[Finding]:
+    if config.server is None:
+        return
     from kvtier.server.options import ServerOptions
 
     what = "server"
     try:
-        options = ServerOptions.of(config)
+        options = ServerOptions.of(config.server)
+        options.check_block(config)
         if options.tls is not None:
             options.tls.context()
     except KVTierError as error:
@@ -197,25 +236,24 @@ def check_http(config: Config) -> Iterator[Finding]:
     if config.http is None:
         yield nothing("metrics", "no http block: nobody sees hits, misses and errors")
         return
-    from kvtier.server.http import TOKEN_VARIABLE, HttpOptions
+    from kvtier.server.http import HttpOptions
 
-    token = config.http.token_file
+    options = HttpOptions.of(config.http)
     try:
-        HttpOptions.of(config.http).check_exposure(token is not None or bool(os.environ.get(TOKEN_VARIABLE)))
+        options.check_exposure(options.token() is not None)
     except ConfigError as error:
         yield refused("metrics", error)
         return
-    if token is not None and not os.access(token, os.R_OK):
-        yield bad("metrics", f"token_file {token} cannot be read", f"make {token} readable for user {os.geteuid()}")
-        return
-    where = f"{config.http.host}:{config.http.port or '(any free port)'}"
-    yield _address("metrics", where, config.http.host, config.http.port)
+    where = f"{options.host}:{options.port or '(any free port)'}"
+    for text in () if config.server is None or not options.port else config.server.listen:
+        if text.partition(":")[2] == where:
+            yield bad("metrics", f"{where}: the server is to listen there, too: {text}", "choose another port for one")
+            return
+    yield _address("metrics", where, options.host, options.port)
 
 
 def _address(what: str, where: str, host: str, port: int) -> Finding:
     """Whether one could listen there."""
-    if port and _answers((host, port)):
-        return _somebody(what, where)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as tried:
@@ -235,7 +273,7 @@ def _socket_path(what: str, where: str, path: Path) -> Finding:
     """Whether a socket could be made there."""
     if path.exists() and not path.is_socket():
         return bad(what, f"{where}: there is something that is no socket", "choose another path")
-    if _answers(str(path)):
+    if _answers(path):
         return _somebody(what, where)
     folder = path.parent
     while not folder.exists() and folder != folder.parent:  # the server makes what is missing
@@ -265,14 +303,11 @@ def _somebody(what: str, where: str) -> Finding:
     )
 
 
-def _answers(address: str | tuple[str, int]) -> bool:
+def _answers(path: Path) -> bool:
     try:
-        if isinstance(address, tuple):
-            socket.create_connection(address, 0.5).close()
-        else:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(0.5)
-                connection.connect(address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(0.5)
+            connection.connect(str(path))
     except OSError:
         return False
     return True

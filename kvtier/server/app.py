@@ -13,7 +13,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.config import Config, NvmeTierConfig
-from kvtier.errors import ConfigError
 from kvtier.inventory import Inventory
 from kvtier.server.away import give_up_what_was_away
 from kvtier.server.commands import NAMES, execute
@@ -58,11 +57,7 @@ class CacheServer:
     def __init__(self, config: Config, options: ServerOptions, http: HttpOptions | None = None) -> None:
         from kvtier.build import open_store
 
-        if config.kv_events is not None:
-            raise ConfigError(
-                "kv_events: a cache server knows no tokens and no engine's hashes; leave it out here, and give it to "
-                "the engine's own kvtier"
-            )
+        options.check_block(config)
         options.check()
         tls = None if options.tls is None else options.tls.context()
         self._stopping = threading.Event()

@@ -104,7 +104,10 @@ class HttpOptions:
         try:
             value = self.token_file.read_bytes().strip()
         except OSError as e:
-            raise ConfigError(f"http token_file {str(self.token_file)!r} cannot be read: {e.strerror or e}") from e
+            raise ConfigError(
+                f"http token_file {str(self.token_file)!r} cannot be read: {e.strerror or e}; name a file that this "
+                "user can read"
+            ) from e
         if not value:
             raise ConfigError(f"http token_file {str(self.token_file)!r} is empty: put the token into it")
         return value

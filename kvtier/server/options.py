@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import socket
 import ssl
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtier.config import PRIORITIES, ServerConfig
+from kvtier.config import PRIORITIES, Config, RedisTierConfig, ServerConfig
 from kvtier.errors import ConfigError
 from kvtier.server.auth import PASSWORD_VARIABLE, User, Users, digest, read_password
+
+if TYPE_CHECKING:
+    from kvtier.storage_backends.redis.options import Address
 
 _PORT = 6380
 
@@ -50,6 +57,16 @@ class Listen:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def is_at(self, address: Address) -> bool:
+        """Whether whoever connects to `address` from this machine comes here, as far as names and numbers tell."""
+        if self.path is not None:
+            return bool(address.path) and os.path.realpath(address.path) == os.path.realpath(self.path)
+        if address.path or address.port != self.port:
+            return False
+        everywhere = self.host in ("0.0.0.0", "::")
+        near = Listen(address.host).local or (everywhere and address.host == socket.gethostname())
+        return address.host == self.host or (near and (everywhere or self.local))
 
     def __str__(self) -> str:
         if self.path is not None:
@@ -149,6 +166,11 @@ class ServerOptions:
         """Raise ConfigError for what must not be."""
         if not self.listen:
             raise ConfigError("listen: give at least one place to listen, such as unix:/run/kvtier/cache.sock")
+        # tcp: and tls: are two ways to one port. Port 0 is another one each time.
+        places = Counter(w.path or (w.host, w.port) for w in self.listen if w.path is not None or w.port)
+        for where in self.listen:
+            if places[where.path or (where.host, where.port)] > 1:
+                raise ConfigError(f"listen = {str(where)!r} is there twice; leave one out")
         for where in self.listen:
             if not where.local and self.users.open_to_all:
                 raise ConfigError(
@@ -159,3 +181,28 @@ class ServerOptions:
                 raise ConfigError(f"listen = {str(where)!r} needs a certificate: set tls_cert and tls_key")
         if self.max_connections < 1:
             raise ConfigError(f"max_connections = {self.max_connections} must be at least 1")
+
+    def check_block(self, config: Config) -> None:
+        """Raise ConfigError for what must not stand beside a cache server, in one block."""
+        from kvtier.storage_backends.redis.options import RedisOptions
+
+        if config.kv_events is not None:
+            raise ConfigError(
+                "kv_events: a cache server knows no tokens and no engine's hashes; leave it out here, and give it to "
+                "the engine's own kvtier"
+            )
+        for tier in config.tiers:
+            if not isinstance(tier, RedisTierConfig):
+                continue
+            # As text alone: no certificate is needed to see where it leads.
+            url = tier.url.replace("rediss://", "redis://", 1)
+            try:
+                seeds = RedisOptions.of(url, mode=tier.mode, service=tier.service).seeds
+            except ConfigError:  # whoever opens the tier is told
+                continue
+            for where in self.listen:
+                if any(map(where.is_at, seeds)):  # each value would come in again as another one, without end
+                    raise ConfigError(
+                        f"redis tier: url = {tier.url!r} is where this server listens itself, {where}; leave the tier "
+                        "out here: it belongs into the engines' file"
+                    )

@@ -29,7 +29,7 @@ from kvtier.cli.doctor_line import Finding, State, refused, size
 from kvtier.config import HostTierConfig, NvmeTierConfig, parse_config
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, item_of, key_of
-from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port
+from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port, wait_for
 
 HOST = {"type": "host", "capacity": "4MiB"}
 
@@ -194,6 +194,16 @@ def test_two_directories_of_one_device_are_said(tmp_path: Path) -> None:
     assert sum(finding.text.startswith("put and got") for finding in findings) == 2
 
 
+def test_directories_that_cannot_hold_a_page_or_are_the_same_are_told(tmp_path: Path) -> None:
+    (finding,) = about(list(examine(write(tmp_path, nvme(tmp_path / "pages", "4097B") | {
+        "path": [str(tmp_path / "a"), str(tmp_path / "b")]}))), "nvme")  # fmt: skip
+    assert finding.state is State.BAD and finding.fix == "set at least 8192 bytes"
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    (finding,) = about(list(examine(write(tmp_path, nvme([str(tmp_path / "a"), str(tmp_path / "link")])))), "nvme")
+    assert finding.state is State.BAD and "is named twice" in finding.text
+
+
 def test_a_device_that_gives_other_bytes_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_disks, "belongs", lambda key, out: False)
     findings = list(examine(write(tmp_path, nvme(tmp_path / "pages"))))
@@ -332,6 +342,55 @@ def test_a_server_that_wants_a_password_fails(tmp_path: Path, server: RedisServe
     assert findings[0].state is State.BAD and "hunter2" not in str(findings)
 
 
+def test_a_database_that_is_not_there_is_named(tmp_path: Path, server: RedisServer) -> None:
+    ask(server.port, "CONFIG", "SET", "maxmemory", "64mb")
+    ask(server.port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    config = write(tmp_path, {"type": "redis", "url": f"redis://127.0.0.1:{server.port}/99", "timeout": "60s"})
+    (finding,) = [f for f in about(list(examine(config)), "redis") if f.state is State.BAD]
+    assert "database 99" in finding.text and "the database in the url" in finding.fix
+
+
+def test_a_mode_that_the_server_does_not_have_is_named(tmp_path: Path, server: RedisServer) -> None:
+    tier = {"type": "redis", "url": server.url, "mode": "cluster", "timeout": "60s"}
+    (finding,) = [f for f in about(list(examine(write(tmp_path, tier))), "redis") if f.state is State.BAD]
+    assert finding.text == "mode = 'cluster', and the servers say standalone" and "leave mode out" in finding.fix
+    tier |= {"mode": "sentinel", "service": "pages"}
+    (finding,) = [f for f in about(list(examine(write(tmp_path, tier))), "redis") if f.state is State.BAD]
+    assert finding.text.startswith("no sentinel tells where pages is") and "the url names sentinels" in finding.fix
+
+
+def test_the_master_that_sentinels_watch_is_looked_at(tmp_path: Path, server: RedisServer) -> None:
+    ask(server.port, "CONFIG", "SET", "maxmemory", "64mb")
+    ask(server.port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    (tmp_path / "sentinel.conf").write_text(f"sentinel monitor pages 127.0.0.1 {server.port} 1\n")
+    binary, port = find_server(), kept_port()
+    assert binary is not None
+    command = [binary, str(tmp_path / "sentinel.conf"), "--sentinel", "--port", str(port), "--bind", "127.0.0.1"]
+    with (tmp_path / "log").open("wb") as log:
+        sentinel = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: _listens(port), "the sentinel does not listen")
+        tier = {"type": "redis", "url": f"redis://127.0.0.1:{port}", "service": "pages", "timeout": "60s"}
+        for mode in ("auto", "sentinel"):
+            findings = about(list(examine(write(tmp_path, tier | {"mode": mode}))), "redis")
+            assert {f.state for f in findings} == {State.GOOD, State.NONE}, findings
+            assert "policy allkeys-lru" in findings[0].text
+        del tier["service"]
+        (finding,) = [f for f in about(list(examine(write(tmp_path, tier))), "redis") if f.state is State.BAD]
+        assert "is a sentinel" in finding.text and finding.fix.startswith("set service")
+    finally:
+        sentinel.kill()
+        sentinel.wait()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 60).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_redis_over_tls_has_its_certificate_looked_at(tmp_path: Path, server: RedisServer) -> None:
     del server  # only for its reasons to skip
     if shutil.which("openssl") is None:
@@ -394,15 +453,36 @@ def test_places_where_nobody_can_listen_are_told(tmp_path: Path) -> None:
 
 
 def test_places_where_somebody_listens_are_told(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as named, socket.create_server(("127.0.0.1", 0)) as numbered:
+    with (
+        socket.socket(socket.AF_UNIX) as named,
+        socket.create_server(("127.0.0.1", 0)) as numbered,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         named.bind(str(tmp_path / "k.sock"))
         named.listen()
         port = numbered.getsockname()[1]
         block = {"listen": [f"unix:{tmp_path}/k.sock", f"tcp:127.0.0.1:{port}", f"unix:{tmp_path}/free.sock"]}
-        findings = list(examine(write(tmp_path, server=block, http={"port": port})))
+        findings = list(examine(write(tmp_path, server=block, http={"port": other.getsockname()[1]})))
     states = [f.state for f in about(findings, "server")]
     assert states == [State.WARNING, State.WARNING, State.GOOD]
     assert [f.state for f in about(findings, "metrics")] == [State.WARNING]
+
+
+def test_places_that_are_named_twice_are_told(tmp_path: Path) -> None:
+    port = kept_port()
+    for listen in (["unix:k.sock"] * 2, [f"tcp:127.0.0.1:{port}", f"tcp:127.0.0.1:{port}"]):
+        (finding,) = about(list(examine(write(tmp_path, server={"listen": listen}))), "server")
+        assert finding.state is State.BAD and "is there twice" in finding.text
+    block = {"listen": [f"tcp:127.0.0.1:{port}"]}
+    (finding,) = about(list(examine(write(tmp_path, server=block, http={"port": port}))), "metrics")
+    assert finding.state is State.BAD and finding.fix == "choose another port for one"
+
+
+def test_a_server_that_would_be_its_own_tier_is_told(tmp_path: Path) -> None:
+    tier = {"type": "redis", "url": f"unix://{tmp_path}/k.sock"}
+    findings = about(list(examine(write(tmp_path, tier, server={"listen": [f"unix:{tmp_path}/k.sock"]}))), "server")
+    assert findings[0].state is State.BAD and "where this server listens itself" in findings[0].text
+    assert findings[0].fix.startswith("leave the tier out")
 
 
 def test_a_metrics_port_open_to_others_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +492,8 @@ def test_a_metrics_port_open_to_others_needs_a_token(tmp_path: Path, monkeypatch
         ({"host": "0.0.0.0"}, State.BAD),
         ({"host": "0.0.0.0", "allow_remote": True}, State.BAD),
         ({"token_file": str(tmp_path / "nowhere")}, State.BAD),
+        ({"token_file": str(tmp_path)}, State.BAD),
+        ({"token_file": os.devnull}, State.BAD),
     ):
         assert about(list(examine(write(tmp_path, http=http))), "metrics")[0].state is state
 
@@ -430,6 +512,13 @@ def test_an_engine_that_does_not_know_kvtier_fails(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor_engines, "_version", versions.get)
     monkeypatch.setenv("SGLANG_PLUGINS", "others")
     assert "leaves kvtier out" in next(iter(doctor_engines.check_engines())).text
+
+
+def test_an_extra_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvtier.telemetry", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    (finding,) = about(list(examine(write(tmp_path, opentelemetry=True))), "opentelemetry")
+    assert finding.state is State.BAD and "kvtier[otel]" in finding.fix
 
 
 def test_a_codec_that_cannot_be_had_fails(tmp_path: Path) -> None:

@@ -341,3 +341,32 @@ def test_what_must_not_be() -> None:
         ServerOptions([]).check()
     with pytest.raises(ConfigError, match="needs a certificate"):
         ServerOptions([Listen.parse("tls:127.0.0.1:0")]).check()
+    with pytest.raises(ConfigError, match="is there twice"):
+        ServerOptions([Listen.parse("tcp:127.0.0.1:1"), Listen.parse("tls:127.0.0.1:1")]).check()
+    ServerOptions([Listen.parse("tcp:127.0.0.1:0"), Listen.parse("tcp:127.0.0.1:0")]).check()
+
+
+@pytest.mark.parametrize(
+    ("listen", "url", "itself"),
+    [
+        ("unix:/run/kvtier/k.sock", "unix:///run/kvtier/../kvtier/k.sock", True),
+        ("unix:/run/kvtier/k.sock", "unix:///run/kvtier/other.sock", False),
+        ("unix:/run/kvtier/k.sock", "redis://127.0.0.1:6380", False),
+        ("tcp:127.0.0.1:6380", "redis://localhost:6380/0", True),
+        ("tcp:127.0.0.1:6380", "redis://localhost:6379/0", False),
+        ("tcp:127.0.0.1:6380", "redis://cache-1:6380/0", False),
+        ("tls:0.0.0.0:6380", "rediss://cache-1:6380,127.0.0.1:6380", True),
+        ("tls:[::]:6380", f"rediss://{socket.gethostname()}:6380", True),
+        ("tls:192.0.2.7:6380", "rediss://user@192.0.2.7:6380/3", True),
+        ("tls:192.0.2.7:6380", "redis://127.0.0.1:6380", False),
+    ],
+)
+def test_a_tier_that_is_the_server_itself_is_refused(listen: str, url: str, itself: bool) -> None:
+    tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "redis", "url": url}]
+    options = ServerOptions([Listen.parse(listen)])
+    config = parse_config({"tiers": tiers, "server": {}})
+    if not itself:
+        options.check_block(config)
+        return
+    with pytest.raises(ConfigError, match="where this server listens itself"):
+        options.check_block(config)
