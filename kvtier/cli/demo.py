@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,7 +20,7 @@ from kvtier.cli.options import THREADS_MAX, at_least, at_most, check_sizes, chec
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
@@ -72,6 +74,25 @@ class DemoOptions:
     threads: int
     sessions: int | None
     turns: int | None
+
+    @contextmanager
+    def open_directory(self) -> Iterator[Path]:
+        if self.directory is not None:
+            yield self.directory
+            return
+        with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
+            yield Path(folder)
+
+    def room_for(self, pages: int, cold_page_bytes: int) -> str:
+        """The host tier's capacity: what was chosen, or room for one sequence of `pages`, since what a request restores
+        must fit as a whole."""
+        from kvtier.abc.tier import SLOT_ALIGN
+
+        return self.host_capacity or f"{pages * -(-cold_page_bytes // SLOT_ALIGN) * SLOT_ALIGN}B"
+
+    def pages_of(self, tokens: int) -> int:
+        """What a sequence of `tokens` takes, and a little more."""
+        return tokens // self.page_tokens + 4
 
 
 def demo(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.cli.demo import DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.metrics_text import samples
@@ -51,15 +49,15 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
     requests = tokenized(turns, tokenizer)
     spec = _page_spec(transformers.AutoConfig.from_pretrained(folder), options.page_tokens)
     cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
-    pages = max(len(r.prompt) + len(r.output) for r in requests) // options.page_tokens + 4
-    host_capacity = options.host_capacity or f"{pages * -(-cold // SLOT_ALIGN) * SLOT_ALIGN}B"
+    pages = options.pages_of(max(len(r.prompt) + len(r.output) for r in requests))
+    host_capacity = options.room_for(pages, cold)
     engine_options = {
         "model_path": str(folder),
         "served_model_name": MODEL_NAME,
         "page_size": options.page_tokens,
         "max_total_tokens": 2 * pages * options.page_tokens,
     }
-    with _directory(options.directory) as directory, _progress(requests, console) as progress:
+    with options.open_directory() as directory, _progress(requests, console) as progress:
         with _engine(engine_options, options.threads) as engine:
             plain = [_recompute(engine, request, progress) for request in requests]
         port = _free_port()
@@ -252,15 +250,6 @@ def _progress(requests: list[Request], console: Console) -> Iterator[Progress]:
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         progress.add_task("serving twice", total=2 * sum(len(r.prompt) for r in requests))
         yield progress
-
-
-@contextmanager
-def _directory(chosen: Path | None) -> Iterator[Path]:
-    if chosen is not None:
-        yield chosen
-        return
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        yield Path(folder)
 
 
 def _sglang_version() -> str:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.abc.tier import SLOT_ALIGN
 from kvtier.cli.demo import DemoCodec, DemoOptions
 from kvtier.cli.demo_model import MODEL_NAME, ensure_model, import_transformers
 from kvtier.cli.report import DemoResult, TurnResult, turn_line
@@ -39,10 +35,10 @@ def run(options: DemoOptions, console: Console) -> DemoResult:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     requests = tokenized(turns, tokenizer)
     spec = page_spec_of(model.config, page_tokens=options.page_tokens, dtype=DType.FP32)
-    with _directory(options.directory) as directory:
+    with options.open_directory() as directory:
         cold = registry.codec(options.codec.resolved(spec)).layout(spec).cold_page_bytes
         longest = max(len(r.prompt) + len(r.output) for r in requests)
-        host_capacity = options.host_capacity or _room_for(longest, options.page_tokens, cold)
+        host_capacity = options.room_for(options.pages_of(longest), cold)
         config = _config(options, directory, host_capacity)
         compute = _Compute(torch, transformers, model, cache_argument(model))
         with PrefixCache.open(model, config, model_name=MODEL_NAME, page_tokens=options.page_tokens) as prefixes:
@@ -152,12 +148,6 @@ class _Compute:
         return ranked
 
 
-def _room_for(tokens: int, page_tokens: int, cold_page_bytes: int) -> str:
-    """Room for one sequence of `tokens` and a little more: what one request restores must fit as a whole."""
-    pages = tokens // page_tokens + 4
-    return str(pages * -(-cold_page_bytes // SLOT_ALIGN) * SLOT_ALIGN) + "B"
-
-
 def _config(options: DemoOptions, directory: Path, host_capacity: str) -> Config:
     return parse_config(
         {
@@ -169,15 +159,6 @@ def _config(options: DemoOptions, directory: Path, host_capacity: str) -> Config
             "promote_deadline": "30s",
         }
     )
-
-
-@contextmanager
-def _directory(chosen: Path | None) -> Iterator[Path]:
-    if chosen is not None:
-        yield chosen
-        return
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        yield Path(folder)
 
 
 def _notes(options: DemoOptions) -> tuple[str, ...]:
