@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,19 +24,18 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+from lmcache.v1.mp_observability.event import EventType
 
 from kvtier.connectors.lmcache.catalogue import Known
 from kvtier.connectors.lmcache.chunk_store import ChunkStore, Found
-from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, object_chunk, object_layout
-from kvtier.connectors.lmcache.identity import decode_key, encode_key
+from kvtier.connectors.lmcache.chunks import Chunk, ChunkLayout, object_chunks, object_layout
+from kvtier.connectors.lmcache.identity import decode_key, encode_key, salt_of
 from kvtier.connectors.lmcache.leases import Held, Leases
 from kvtier.connectors.lmcache.options import HELP, AdapterOptions
 from kvtier.connectors.lmcache.tasks import TaskBoard
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.002
-"""How often lookups are looked at behind the first one, whose arrival is heard of at once."""
 _EXPIRE_EVERY_S = 5.0
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,9 +97,12 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._lookups: TaskBoard[Bitmap] = TaskBoard()
         self._loads: TaskBoard[Bitmap] = TaskBoard()
         self._arrival = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[_Waiting, float] = {}  # until when; monotonic seconds
         self._closed = False
-        self._expire_every_s = min(_EXPIRE_EVERY_S, self._options.config.lease / 4)
+        # So often that who begins to wait need not wake the thread: it looks again before that one's deadline.
+        block = self._options.config
+        self._look_every_s = min(_EXPIRE_EVERY_S, block.lease / 4, block.promote_deadline)
+        self._bytes_by_salt: dict[str, int] = {}
         self._chunks = ChunkStore(self._options, on_stored=self._tell_stored, on_removed=self._tell_removed)
         self._leases = Leases(self._options.config.lease, self._chunks.release)
         self._waiter = threading.Thread(target=self._wait, name="kvtier-lmcache-wait", daemon=True)
@@ -153,8 +157,8 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     @_guarded(bool)
     def _start_lookup(self, task: int, keys: list[ObjectKey], descs: Mapping[int, Any]) -> bool:
-        layouts = [self._layout_of(descs.get(key.object_group_id)) for key in keys]
-        found = self._chunks.find(layouts, [encode_key(key) for key in keys])
+        layouts = {group: self._layout_of(descs.get(group)) for group in {key.object_group_id for key in keys}}
+        found = self._chunks.find([layouts[key.object_group_id] for key in keys], [encode_key(key) for key in keys])
         self._when_there(found, partial(self._answer, task, keys, found), partial(self._lookups.fail, task))
         return True
 
@@ -174,11 +178,21 @@ class KvtierL2Adapter(L2AdapterInterface):
         is called instead where that fails."""
         waiting = _Waiting(found, go, give_up)
         with self._arrival:
-            if found.lookup.pending and not self._closed:
-                self._waiting.append(waiting)
+            waits = not self._closed
+            if waits:
+                self._waiting[waiting] = found.lookup.deadline
+        if waits and not self._chunks.store.when_there(found.lookup, partial(self._there, waiting)):
+            with self._arrival:
+                waits = self._waiting.pop(waiting, None) is None  # the adapter was closed, and has ended it
+        if not waits:
+            self._end_waiting(waiting)
+
+    def _there(self, waiting: _Waiting) -> None:
+        """In the thread that brings the last page, which has other things to do."""
+        with self._arrival:
+            if waiting in self._waiting:
+                self._waiting[waiting] = 0.0
                 self._arrival.notify()
-                return
-        self._end_waiting(waiting)
 
     def _wait(self) -> None:
         while not self._closed:
@@ -187,25 +201,25 @@ class KvtierL2Adapter(L2AdapterInterface):
             except Exception as error:  # noqa: BLE001, PERF203 - no other thread answers lookups that wait
                 self.count_error("lookup", error)
                 with self._arrival:
-                    waiting, self._waiting = self._waiting, []
+                    waiting, self._waiting = self._waiting, {}
                 for w in waiting:
                     self._end_waiting(w)
 
     def _wait_once(self) -> None:
         with self._arrival:
-            self._arrival.wait_for(lambda: self._waiting or self._closed, self._expire_every_s)
+            soonest = min(self._waiting.values(), default=math.inf)
+            left = min(self._look_every_s, soonest - time.monotonic())
+            if left > 0 and not self._closed:
+                self._arrival.wait(left)
             if self._closed:
                 return
-            ready: list[_Waiting] = []
-            waiting: list[_Waiting] = []
-            for w in self._waiting:
-                (waiting if w.found.lookup.pending else ready).append(w)
-            self._waiting = waiting
-        for w in ready:
+            now = time.monotonic()
+            over = [w for w, until in self._waiting.items() if until <= now]
+            for w in over:
+                del self._waiting[w]
+        for w in over:
             self._end_waiting(w)
         self._expire()
-        if waiting and not ready:
-            self._chunks.store.wait(waiting[0].found.lookup, _POLL_S)
 
     @_guarded(lambda: None)
     def _expire(self) -> None:
@@ -262,7 +276,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             except Exception as error:  # noqa: BLE001 - the task must be answered
                 self.count_error("load", error)
             if over:
-                self._tell_accessed([key for i, key in enumerate(keys) if bitmap.test(i)])
+                self._tell_accessed(keys, bitmap)
                 self._loads.finish(task, bitmap)
 
         for held, places in taken.items():
@@ -289,8 +303,8 @@ class KvtierL2Adapter(L2AdapterInterface):
             except Exception as error:  # noqa: BLE001 - the task must be answered
                 self.count_error("load", error)
             bitmap = Bitmap(len(keys))
-            bitmap.batched_set([there[n] for n in sorted(pages)])
-            self._tell_accessed([keys[there[n]] for n in sorted(pages)])
+            bitmap.batched_set([there[n] for n in pages])
+            self._tell_accessed(keys, bitmap)
             self._loads.finish(task, bitmap)
 
         def go() -> None:
@@ -337,7 +351,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         return AdapterUsage(
             total_bytes_used=sum(u.used_bytes for u in usages),
             total_capacity_bytes=sum(u.capacity_bytes for u in usages),
-            bytes_by_cache_salt=MappingProxyType(dict(super().get_usage().bytes_by_cache_salt)),
+            bytes_by_cache_salt=MappingProxyType(self._bytes_by_salt.copy()),
         )
 
     @_guarded(lambda: {"is_healthy": False, "type": "KvtierL2Adapter"})
@@ -381,7 +395,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             if self._closed:
                 return
             self._closed = True
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting = self._waiting, {}
             self._arrival.notify_all()
         for left in waiting:
             left.give_up()
@@ -398,26 +412,47 @@ class KvtierL2Adapter(L2AdapterInterface):
         return object_layout(desc, self._options.attention, self._options.rope_dim)
 
     def _chunks_of(self, objects: Sequence[Any]) -> list[Chunk | None]:
-        return [object_chunk(item, self._options.attention, self._options.rope_dim) for item in objects]
+        return object_chunks(objects, self._options.attention, self._options.rope_dim)
 
     # -- what LMCache is told ----------------------------------------------------------------------------------------
 
+    def _heard(self, event: EventType) -> bool:
+        """Whether anybody listens: an eviction policy of LMCache's, or its coordinator."""
+        return bool(self._listeners) or self._event_bus.has_subscribers(event)
+
     @_guarded(lambda: None)
     def _tell_stored(self, known: Sequence[Known]) -> None:
-        keys, sizes = _told(known)
-        if keys:
-            self._notify_keys_stored(keys, sizes)
+        self._count_by_salt(known, 1)
+        if self._heard(EventType.L2_KEYS_STORED):
+            keys, sizes = _told(known)
+            if keys:
+                self._notify_keys_stored(keys, sizes)
 
     @_guarded(lambda: None)
     def _tell_removed(self, known: Sequence[Known]) -> None:
-        keys, sizes = _told(known)
-        if keys:
-            self._notify_keys_deleted(keys, sizes)
+        self._count_by_salt(known, -1)
+        if self._heard(EventType.L2_KEYS_DELETED):
+            keys, sizes = _told(known)
+            if keys:
+                # LMCache's own sum knows only what was stored since somebody listens, and warns below 0.
+                self._notify_keys_deleted(keys, [0] * len(sizes))
 
     @_guarded(lambda: None)
-    def _tell_accessed(self, keys: list[ObjectKey]) -> None:
-        if keys:
-            self._notify_keys_accessed(keys)
+    def _tell_accessed(self, keys: list[ObjectKey], loaded: Bitmap) -> None:
+        if self._heard(EventType.L2_KEYS_ACCESSED):
+            accessed = [key for i, key in enumerate(keys) if loaded.test(i)]
+            if accessed:
+                self._notify_keys_accessed(accessed)
+
+    def _count_by_salt(self, known: Sequence[Known], sign: int) -> None:
+        """In one thread at a time: the catalogue's listeners are told one after the other."""
+        counted = self._bytes_by_salt
+        for origin, nbytes in known:
+            salt = salt_of(origin)
+            if salt is not None:
+                counted[salt] = counted.get(salt, 0) + sign * nbytes
+                if not counted[salt]:
+                    del counted[salt]
 
 
 def _told(known: Sequence[Known]) -> tuple[list[ObjectKey], list[int]]:

@@ -161,13 +161,25 @@ def _described_layout(
 def object_chunk(item: Any, attention: Attention, rope_dim: int) -> Chunk | None:
     """The memory of one of LMCache's objects; None where it was freed meanwhile, holds nothing, or is not what it
     says."""
-    memory = item.raw_tensor if item.is_valid() and item.get_size() else None
-    if memory is None or memory.device.type != "cpu" or not memory.is_contiguous():
-        return None
-    layout, nbytes = object_layout(item.meta, attention, rope_dim), item.get_size()
-    if not layout.known:
-        layout = plain_layout(nbytes)
-    return Chunk(layout, memory.data_ptr(), memory) if layout.nbytes == nbytes else None
+    return object_chunks([item], attention, rope_dim)[0]
+
+
+def object_chunks(items: Sequence[Any], attention: Attention, rope_dim: int) -> list[Chunk | None]:
+    """As `object_chunk`, of each: a layout is looked for only where it is not that of the object before."""
+    chunks: list[Chunk | None] = []
+    shapes = dtypes = layout = None
+    for item in items:
+        nbytes = item.get_size() if item.is_valid() else 0
+        memory = item.raw_tensor if nbytes else None
+        if memory is None or not memory.is_cpu or not memory.is_contiguous():
+            chunks.append(None)
+            continue
+        meta = item.meta
+        if layout is None or meta.shapes != shapes or meta.dtypes != dtypes:
+            shapes, dtypes, layout = meta.shapes, meta.dtypes, object_layout(meta, attention, rope_dim)
+        whole = layout if layout.known else plain_layout(nbytes)
+        chunks.append(Chunk(whole, memory.data_ptr(), memory) if whole.nbytes == nbytes else None)
+    return chunks
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import Any
 
 from kvtier.connectors.lmcache.chunks import ChunkLayout
@@ -32,12 +33,20 @@ def namespace_of(layout: ChunkLayout, policy: CodecPolicy, *, weights: str, salt
 
 def encode_key(key: Any) -> bytes:
     """Injective, at most 255 bytes. Where the parts are longer, a digest of them, from which the key cannot be told."""
-    parts = (key.chunk_hash, key.model_name.encode(), key.cache_salt.encode())
-    head = _HEAD.pack(_LISTED, key.kv_rank & (1 << 64) - 1, key.object_group_id, *map(len, parts))
-    whole = head + b"".join(parts)
+    chunk_hash: bytes = key.chunk_hash
+    head, tail = _around(len(chunk_hash), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+    whole = head + chunk_hash + tail
     if len(whole) <= _LONGEST:
         return whole
     return bytes([_DIGEST]) + hashlib.blake2b(whole, digest_size=32).digest()
+
+
+@lru_cache(maxsize=256)
+def _around(hash_bytes: int, model_name: str, kv_rank: int, object_group: int, cache_salt: str) -> tuple[bytes, bytes]:
+    """What is encoded before and behind a chunk's hash: the same for all chunks of a model and a tenant."""
+    model, salt = model_name.encode(), cache_salt.encode()
+    rank = kv_rank & (1 << 64) - 1
+    return _HEAD.pack(_LISTED, rank, object_group, hash_bytes, len(model), len(salt)), model + salt
 
 
 def decode_key(origin: bytes) -> tuple[bytes, str, int, int, str] | None:
@@ -50,6 +59,14 @@ def decode_key(origin: bytes) -> tuple[bytes, str, int, int, str] | None:
     rest = origin[_HEAD.size :]
     model = rest[hash_bytes : hash_bytes + model_bytes]
     return rest[:hash_bytes], model.decode(), rank, group, rest[hash_bytes + model_bytes :].decode()
+
+
+def salt_of(origin: bytes) -> str | None:
+    """cache_salt; None for what `encode_key` made no whole key of."""
+    if len(origin) < _HEAD.size or origin[0] != _LISTED:
+        return None
+    salt_bytes = int.from_bytes(origin[_HEAD.size - 2 : _HEAD.size], "little")
+    return origin[len(origin) - salt_bytes :].decode() if salt_bytes else ""
 
 
 def encode_text(key: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -35,7 +34,7 @@ class Leases:
     def __init__(self, lease_s: float, release: Callable[[Found, set[int]], object]) -> None:
         self._lease_s, self._release = lease_s, release
         self._lock = threading.Lock()
-        self._by_key: dict[ObjectKey, deque[tuple[Held, int]]] = {}
+        self._by_key: dict[ObjectKey, list[tuple[Held, int]]] = {}
         self._all: dict[Held, None] = {}  # in the order in which they end
 
     def __len__(self) -> int:
@@ -48,7 +47,7 @@ class Leases:
         with self._lock:
             self._all[held] = None
             for i in ready:
-                self._by_key.setdefault(keys[i], deque()).append((held, i))
+                self._by_key.setdefault(keys[i], []).append((held, i))
 
     def take(self, keys: Sequence[ObjectKey]) -> dict[Held, dict[int, int]]:
         """The oldest hold of each key: index in its lookup -> place in `keys`. `end` must follow for each."""
@@ -58,7 +57,7 @@ class Leases:
                 holds = self._by_key.get(key)
                 if not holds:
                     continue
-                held, i = holds.popleft()
+                held, i = holds.pop(0)
                 if not holds:
                     del self._by_key[key]
                 del held.left[i]

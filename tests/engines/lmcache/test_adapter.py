@@ -107,6 +107,40 @@ def test_listeners_hear_of_chunks_and_a_prefix_is_one_lookup(drive: Any, monkeyp
     assert heard == [("stored", names), ("accessed", names[:2]), ("deleted", names[1:3])]
 
 
+def test_who_listens_late_hears_what_comes_then_and_tenants_are_counted_all_along(
+    drive: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from .storage import keys, until
+
+    stored, accessed, deleted = list[Any](), list[Any](), list[Any]()
+
+    class Listener:
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+            stored.extend(keys)
+
+        def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+            accessed.extend(keys)
+
+        def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+            deleted.extend(keys)
+
+    driver = drive()
+    adapter = driver.adapter
+    early, late = keys(2, salt="early"), keys(1, salt="late")
+    driver.store(early, driver.objects(2, fill=1))
+    nbytes = sum(entry.size_bytes for entry in adapter.list_l2_keys().entries)
+    assert adapter.get_usage().bytes_by_cache_salt == {"early": nbytes}
+    adapter.register_listener(Listener())
+    driver.store(late, driver.objects(1, fill=9))
+    assert adapter.get_usage().bytes_by_cache_salt == {"early": nbytes, "late": nbytes // 2}
+    assert driver.load(early, driver.objects(2)) == [0, 1]
+    adapter.delete([*early, *late])
+    until(lambda: len(deleted) == 3)
+    assert stored == late and accessed == early and set(deleted) == {*early, *late}
+    assert not adapter.get_usage().bytes_by_cache_salt
+    assert not [r for r in caplog.records if "underflow" in r.getMessage()]
+
+
 def test_pages_have_the_priority_of_the_configuration(drive: Any) -> None:
     from .storage import keys
 
@@ -186,29 +220,62 @@ def test_a_tier_that_hangs_costs_its_deadline_and_no_other_task(
     until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
 
 
+def test_a_lookup_is_answered_when_its_own_chunks_are_there(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when those of one that was asked before it are, nor at the deadline of either."""
+    from .storage import keys, until
+
+    tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
+    monkeypatch.setattr("kvtier.connectors.lmcache.adapter._EXPIRE_EVERY_S", 600.0)
+    driver = drive(tiers=tiers, promote_deadline="10m", lease="1h")  # nobody looks before the test has failed
+    adapter, store = driver.adapter, driver.adapter._chunks.store
+    driver.store(keys(6), driver.objects(6, fill=1))
+    assert store.flush(60.0)
+    pages = adapter._chunks.keys_of(_layout(driver), _hashes(keys(6)))
+    store.host.delete_many(pages)
+    go, disk = threading.Event(), store.lower[0]
+    real = disk.get_many_into
+
+    def get(asked: Sequence[bytes], *args: Any, **options: Any) -> Any:
+        if pages[0] in asked:
+            assert go.wait(120.0)
+        return real(asked, *args, **options)
+
+    monkeypatch.setattr(disk, "get_many_into", get)
+    first = adapter.submit_lookup_and_lock_task(keys(3), {0: driver.desc})
+    second = driver.lookup(keys(3, base=3))
+    held_up = adapter.query_lookup_and_lock_result(first)
+    go.set()
+    assert second == [0, 1, 2] and held_up is None
+    until(lambda: (found := adapter.query_lookup_and_lock_result(first)) is not None and found.popcount() == 3)
+
+
 def test_an_error_in_the_waiting_thread_is_a_miss_and_the_thread_goes_on(
     drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from .storage import keys, until
 
     tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
-    driver = drive(tiers=tiers, promote_deadline="60s")
-    store = driver.adapter._chunks.store
+    driver = drive(tiers=tiers, promote_deadline="60s", lease="400ms")  # the thread looks ten times a second
+    adapter, store = driver.adapter, driver.adapter._chunks.store
     driver.store(keys(4), driver.objects(4, fill=1))
     assert store.flush(60.0)
-    store.host.delete_many(driver.adapter._chunks.keys_of(_layout(driver), _hashes(keys(4))))
+    store.host.delete_many(adapter._chunks.keys_of(_layout(driver), _hashes(keys(4))))
     go, disk = threading.Event(), store.lower[0]
-    real = disk.get_many_into
+    real, wait = disk.get_many_into, adapter._arrival.wait
 
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
+    def broken(timeout_s: float) -> Any:
+        if adapter._waiting:
+            raise RuntimeError("broken")
+        return wait(timeout_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "get_many_into", lambda *a, **k: (go.wait(120.0), real(*a, **k))[1])
-        patch.setattr(store, "wait", broken)
+        patch.setattr(adapter._arrival, "wait", broken)
         assert driver.lookup(keys(4)) == [], "what has not come by then is not waited for"
         go.set()
-    assert driver.adapter.report_status()["errors"]["engine"] == 1
+    assert adapter.report_status()["errors"]["engine"] == 1
     until(lambda: driver.lookup(keys(4)) == [0, 1, 2, 3])
 
 
@@ -343,7 +410,7 @@ def test_keys_are_told_apart_and_can_be_read_back() -> None:
 
     from lmcache.v1.distributed.api import ObjectKey
 
-    from kvtier.connectors.lmcache.identity import decode_key, encode_key
+    from kvtier.connectors.lmcache.identity import decode_key, encode_key, salt_of
 
     draw = random.Random(0)
 
@@ -356,9 +423,12 @@ def test_keys_are_told_apart_and_can_be_read_back() -> None:
         parts = (draw.randbytes(draw.randrange(3)), text(longest), draw.randrange(3), draw.randrange(3), text(longest))
         encoded = encode_key(ObjectKey(*parts))
         assert len(encoded) <= 255 and seen.setdefault(encoded, parts) == parts
-        assert decode_key(encoded) == parts or len(encoded) == 33
+        decoded = decode_key(encoded)
+        assert decoded == parts or len(encoded) == 33
+        assert salt_of(encoded) == (decoded[-1] if decoded else None)
     assert 33 in {len(encoded) for encoded in seen}, "long ones were among them"
     assert decode_key(b"") is None and decode_key(b"\x01" * 19) is None
+    assert salt_of(b"") is None and salt_of(b"\x02" * 33) is None
 
 
 def _layout(driver: Any) -> Any:
