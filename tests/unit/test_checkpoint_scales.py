@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvtier.codecs.registry import codec, codec_for_form
 from kvtier.config import parse_config
 from kvtier.errors import CodecError, ConfigError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.kernels import _native
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.mover import policy_of
 from kvtier.spec import DType, PageSpec
@@ -118,14 +117,6 @@ def test_a_layer_without_a_scale_is_named() -> None:
     assert large.of(spec(layers=1)) == {0: 1 / 17, 1: 1.0}
     with pytest.raises(ConfigError, match="scale of k of layer 0 is 17, above 16: a fp16 cache could not hold"):
         large.of(spec(DType.FP16, layers=1))
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 @pytest.mark.parametrize("rope", ["nvfp4", "2fp4", "fp8", "keep"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,6 @@ import xxhash
 from kvtier.kernels import _native
 
 SEEDS = (0, 1, 0x123456789ABCDEF0, 2**63, 2**64 - 1)
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 DATA = np.random.default_rng(4).integers(0, 256, 3_000_001, dtype=np.uint8).tobytes()

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +20,6 @@ from kvtier.testing.codecs import reference_parts
 
 FORMS = ("nvfp4", "nvfp4_offset", "nvfp4_token", "k8v4", "2fp4", "raw")
 CHECKS = Path(__file__).parents[1] / "native" / "run.sh"
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 FORCED = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +13,11 @@ from kvtier.codecs import native
 from kvtier.codecs.registry import codec, codec_for_form, codec_names
 from kvtier.errors import CodecError, ConfigError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.kernels import _native
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import BufferSpec, ColdLayout, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
 
 U8 = npt.NDArray[np.uint8]
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 def encode(which: Codec, pool: HotPool, valid: list[int]) -> tuple[U8, EncodeResult, ColdLayout]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,10 @@ from hypothesis import strategies as st
 from kvtier.codecs.registry import codec, codec_for_form
 from kvtier.errors import SpecError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.kernels import _native
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import BufferSpec, Coding, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
+from tests.hot_pages import pool_of, values_for
 
 Array = npt.NDArray[Any]
 Named = tuple[str, dict[str, str]]
@@ -31,47 +30,6 @@ FORMS: list[Named] = [
     ("2fp4", {}),
 ]
 ROPES: list[Named] = [("nvfp4", {"rope": rope}) for rope in ("2fp4", "fp8", "keep")]
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
-
-
-def values_for(spec: PageSpec, pages: int, seed: int, offset: float = 0.0) -> list[Array]:
-    """Per buffer ``[pages, heads, tokens, dim]`` of normal values with a constant in some channels, or of bytes."""
-    rng = np.random.default_rng(seed)
-    out: list[Array] = []
-    for b in spec.buffers:
-        shape = (pages, b.heads, b.tokens, b.dim)
-        if b.dtype is DType.UINT8:
-            out.append(rng.integers(0, 256, shape, dtype=np.uint8))
-            continue
-        x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 3, (*shape[:-1], 1)))
-        x = (x + offset * (np.arange(b.dim) % 13 == 5)).astype(np.float32)
-        x[:, :, 0, :1] = -0.0
-        if b.dtype is DType.FP8_E4M3:
-            out.append(reference.e4m3_codes(x / np.float32(b.fp8_scale)))
-        else:
-            out.append(reference.from_float32(x, b.dtype.value))
-    return out
-
-
-def pool_of(spec: PageSpec, values: Sequence[Array], hot_layout: HotLayout) -> tuple[HotPool, list[Array]]:
-    """A pool with these pages, and its arrays."""
-    arrays: list[Array] = []
-    for b, v in zip(spec.buffers, values, strict=True):
-        if b.tokens != spec.page_tokens:
-            arrays.append(v[:, :, 0].copy())
-        elif hot_layout is HotLayout.HND:
-            arrays.append(v.copy())
-        else:
-            sequence = v.transpose(1, 0, 2, 3).reshape(b.heads, -1, b.dim)
-            arrays.append((sequence if hot_layout is HotLayout.SEQ else sequence.transpose(1, 0, 2)).copy())
-    return HotPool.of(spec, arrays, hot_layout), arrays
 
 
 def assert_as_reference(

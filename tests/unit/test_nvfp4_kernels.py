@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,6 @@ from kvtier.kernels.nvfp4 import reference
 
 CODES = {"bf16": 0, "fp16": 1, "fp32": 2}
 U8 = npt.NDArray[np.uint8]
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 def native_quantize(x: npt.NDArray[Any], dtype: str, k: int) -> tuple[U8, U8]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,11 @@ from kvtier.codecs.checkpoint_scales import CheckpointScales
 from kvtier.codecs.registry import codec
 from kvtier.errors import CodecError, SpecError
 from kvtier.hot import HotLayout, HotPool
-from kvtier.kernels.nvfp4 import page_reference, reference
+from kvtier.kernels.nvfp4 import page_reference
 from kvtier.spec import BufferSpec, ColdLayout, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
+from tests import hot_pages
+from tests.hot_pages import pool_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -34,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Array = npt.NDArray[Any]
 GUARD = 48
+values_for = partial(hot_pages.values_for, offset=20.0)
 FORMS: list[tuple[str, dict[str, str]]] = [
     ("raw", {}),
     ("nvfp4", {"global_scale": "page"}),
@@ -57,38 +61,6 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_MOST_SPLITS", 2)
-
-
-def values_for(spec: PageSpec, pages: int, seed: int, offset: float = 20.0) -> list[Array]:
-    """Per buffer ``[pages, heads, tokens, dim]``: normal values, some channels far from 0, and every kind of zero."""
-    rng = np.random.default_rng(seed)
-    out: list[Array] = []
-    for b in spec.buffers:
-        shape = (pages, b.heads, b.tokens, b.dim)
-        if b.dtype is DType.UINT8:
-            out.append(rng.integers(0, 256, shape, dtype=np.uint8))
-            continue
-        x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 3, (*shape[:-1], 1)))
-        x = (x + offset * (np.arange(b.dim) % 13 == 5)).astype(np.float32)
-        x[:, :, 0, :1], x[:, :, 1:2, : min(16, b.dim)] = -0.0, 0.0
-        if b.dtype is DType.FP8_E4M3:
-            out.append(reference.e4m3_codes(x / np.float32(b.fp8_scale)))
-        else:
-            out.append(reference.from_float32(x, b.dtype.value))
-    return out
-
-
-def pool_of(spec: PageSpec, values: list[Array], hot_layout: HotLayout) -> tuple[HotPool, list[Array]]:
-    arrays: list[Array] = []
-    for b, v in zip(spec.buffers, values, strict=True):
-        if b.tokens != spec.page_tokens:
-            arrays.append(v[:, :, 0].copy())
-        elif hot_layout is HotLayout.HND:
-            arrays.append(v.copy())
-        else:
-            sequence = v.transpose(1, 0, 2, 3).reshape(b.heads, -1, b.dim)
-            arrays.append((sequence if hot_layout is HotLayout.SEQ else sequence.transpose(1, 0, 2)).copy())
-    return HotPool.of(spec, arrays, hot_layout), arrays
 
 
 @dataclass
