@@ -18,6 +18,7 @@ from kvtier.cli.config_sources import SERDE, Block
 from kvtier.cli.config_text import leaves, size_text
 from kvtier.cli.doctor_line import size
 from kvtier.cli.doctor_machine import memory_bytes
+from kvtier.cli.options import nearest_there
 from kvtier.config import Config, HostTierConfig, HttpConfig, NvmeTierConfig, RedisTierConfig, ServerConfig
 from kvtier.config_mistakes import written
 from kvtier.errors import ConfigError
@@ -172,7 +173,7 @@ def _disk(tier: NvmeTierConfig, host: Any, place: Place) -> Iterator[Remark]:
             text = "is relative: where it lies depends on where the process is started"
             yield _warn((*place, "path"), str(path), text, "give an absolute path")
             continue
-        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        existing = nearest_there(path)
         found = os.statvfs(existing)
         there = found.f_blocks * found.f_frsize
         if tier.capacity // len(tier.path) > there:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.config_presets import Preset
+from kvtier.cli.options import nearest_there
 from kvtier.errors import ConfigError, TierPathError
 
 _GIB = 1 << 30
@@ -76,8 +77,7 @@ def _share_of_memory(preset: Preset) -> int:
 
 
 def _most_of_disk(path: Path) -> int:
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    found = os.statvfs(existing)
+    found = os.statvfs(nearest_there(path.absolute()))
     return _rounded(found.f_bavail * found.f_frsize * _SHARE_OF_FREE)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvtier.abc.tier import SLOT_ALIGN, GetStatus, PutStatus, Tier
 from kvtier.cli.doctor_line import Finding, bad, good, refused, size, warning
+from kvtier.cli.options import is_there, nearest_there
 from kvtier.config import Config, HostTierConfig, NvmeTierConfig
 from kvtier.errors import KVTierError
 from kvtier.storage_backends.host.tier import HostTier
@@ -75,10 +76,10 @@ def check_directories(config: NvmeTierConfig) -> Iterator[Finding]:
 def _check_directory(what: str, path: Path, capacity_bytes: int, sharing: int) -> Iterator[Finding]:
     """sharing: how many of the tier's directories are on this one's device."""
     for link in (path, *path.parents):
-        if link.is_symlink() and not _there(link):
+        if link.is_symlink() and not is_there(link):
             yield bad(what, f"{link} is a link to nothing", "make it point to a directory, or name another path")
             return
-    existing = _existing(path)
+    existing = nearest_there(path)
     if not existing.is_dir():
         yield bad(what, f"{existing} is a file", "name a directory, it is made if missing")
         return
@@ -165,23 +166,8 @@ def round_trip(what: str, tier: Tier, capacity_bytes: int, where: str) -> Findin
     )
 
 
-def _existing(path: Path) -> Path:
-    """`path`, or its nearest ancestor that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _there(link: Path) -> bool:
-    try:
-        link.stat()
-    except OSError:  # what it points to is not there, or it points to itself
-        return False
-    return True
-
-
 def _device(path: Path) -> int:
-    return _existing(path).stat().st_dev
+    return nearest_there(path).stat().st_dev
 
 
 def _tiers_below(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.cli.doctor_line import Finding, bad, good, nothing, size, warning
+from kvtier.cli.options import is_there
 from kvtier.config import Config, HostTierConfig, NvmeTierConfig, RedisTierConfig
 
 _SHM_LOW_BYTES = 1 << 30
@@ -139,7 +140,7 @@ def _huge_pages(used: bool) -> Finding:
 
 def _budget(path: Path) -> Finding:
     what = "budget"
-    if path.exists():
+    if is_there(path):
         if path.is_file() and os.access(path, os.R_OK | os.W_OK):
             return good(what, f"{path} is there")
         return bad(what, f"{path} cannot be used", "name a file that this user can write, or remove it")

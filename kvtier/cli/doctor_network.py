@@ -25,6 +25,7 @@ from kvtier.abc.tier import (
 )
 from kvtier.build import redis_options
 from kvtier.cli.doctor_line import Finding, State, bad, good, nothing, refused, size, warning
+from kvtier.cli.options import is_there, nearest_there
 from kvtier.config import Config, RedisTierConfig
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import checksum
@@ -271,13 +272,11 @@ def _address(what: str, where: str, host: str, port: int) -> Finding:
 
 def _socket_path(what: str, where: str, path: Path) -> Finding:
     """Whether a socket could be made there."""
-    if path.exists() and not path.is_socket():
+    if is_there(path) and not path.is_socket():
         return bad(what, f"{where}: there is something that is no socket", "choose another path")
     if _answers(path):
         return _somebody(what, where)
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:  # the server makes what is missing
-        folder = folder.parent
+    folder = nearest_there(path.parent)  # the server makes what is missing
     try:
         with (
             tempfile.TemporaryDirectory(prefix=".kvtier-doctor-", dir=folder) as place,

@@ -1,4 +1,4 @@
-"""Checks of option values, with messages that name the option, the value and the way out."""
+"""Checks of option values, with messages that name the option, the value and the way out; of paths, too."""
 
 from __future__ import annotations
 
@@ -52,6 +52,22 @@ def check_writable(option: str, folder: Path) -> None:
         raise TierPathError(f"{option} {str(folder)!r} cannot be used ({e.strerror}): give a writable folder") from e
     if not writable:
         raise TierPathError(f"{option} {str(folder)!r} cannot be written: give a writable folder")
+
+
+def is_there(path: Path) -> bool:
+    """Whether `path` is there, as far as this user may look: `Path.exists` raises where it may not."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
+def nearest_there(path: Path) -> Path:
+    """`path`, or its nearest ancestor that is there and may be looked at."""
+    while not is_there(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _flag(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from kvtier.cli.options import is_there
 from kvtier.errors import ConfigError, KVTierError, TierPathError
 
 if TYPE_CHECKING:
@@ -60,9 +61,13 @@ def place_of(where: str, token_file: Path | None) -> Place:
         from kvtier.cli.top import token_of
 
         return _Process(where, token_of(token_file))
-    if not Path(where).expanduser().is_dir():
-        raise ConfigError(f"{where!r} is no directory: give one, or a URL such as http://127.0.0.1:9404")
-    return _Directory(Path(where).expanduser())
+    path = Path(where).expanduser()
+    if not is_there(path) or not path.is_dir():
+        raise ConfigError(
+            f"{where!r} is no directory, or none that this user may look at: give one, or a URL such as "
+            "http://127.0.0.1:9404"
+        )
+    return _Directory(path)
 
 
 class _Process:

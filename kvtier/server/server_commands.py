@@ -39,6 +39,7 @@ def _info_text(session: Session, wanted: set[str]) -> str:
         "clients": {
             "connected_clients": shared.stats.connections,
             "maxclients": shared.options.max_connections,
+            "blocked_clients": 0,  # no command here waits for another client; redis-cli --stat prints it
         },
         "memory": {
             "used_memory": usage.used_bytes,

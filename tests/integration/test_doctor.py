@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -26,7 +27,9 @@ from kvtier.cli import doctor_disks, doctor_engines, doctor_machine
 from kvtier.cli.app import app
 from kvtier.cli.doctor import examine
 from kvtier.cli.doctor_line import Finding, State, refused, size
+from kvtier.cli.place import place_of
 from kvtier.config import HostTierConfig, NvmeTierConfig, parse_config
+from kvtier.errors import ConfigError
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, item_of, key_of
 from kvtier.testing.redis_servers import RedisServer, ask, find_server, kept_port, wait_for
@@ -169,6 +172,43 @@ def test_a_directory_that_is_not_ours_to_make_is_told_to_be_made(
 
 def room_of(**changed: int) -> SimpleNamespace:
     return SimpleNamespace(**{"f_bavail": 1 << 20, "f_frsize": 4096, "f_flag": 0, **changed})
+
+
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not look into, be it root or not."""
+    folder, stat, access = tmp_path / "closed", os.stat, os.access
+    folder.mkdir()
+
+    def inside(path: Any) -> bool:
+        return isinstance(path, (str, Path)) and folder in Path(path).parents
+
+    def refusing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if inside(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(os, "access", lambda path, *args, **options: path != folder and access(path, *args, **options))
+    return folder
+
+
+def test_places_that_may_not_be_looked_at_are_told(tmp_path: Path, closed: Path) -> None:
+    host = {"type": "host", "capacity": "4MiB", "budget": {"path": str(closed / "in" / "budget"), "capacity": "1GiB"}}
+    server = {"listen": [f"unix:{closed}/in/k.sock"]}
+    path = write(tmp_path, nvme(closed / "in" / "pages"), server=server)
+    path.write_text(
+        yaml.safe_dump({**yaml.safe_load(path.read_text()), "tiers": [host, nvme(closed / "in" / "pages")]})
+    )
+    findings = list(examine(path))
+    (disk,) = about(findings, "nvme")
+    assert disk.state is State.BAD and "cannot be " in disk.text and disk.fix
+    assert about(findings, "budget")[0].state is State.BAD
+    assert about(findings, "server"), "a socket there is tried"
+    validated = CliRunner().invoke(app, ["config", "validate", str(path)])
+    assert validated.exit_code == 0 and "block: tiers host, nvme and kvtier serve" in validated.stdout
+    with pytest.raises(ConfigError, match="none that this user may look at"):
+        place_of(str(closed / "in" / "pages"), None)
 
 
 def test_a_file_system_that_is_mounted_read_only_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
