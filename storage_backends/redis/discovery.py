@@ -5,6 +5,7 @@ Page traffic never comes here. Every call is bounded by a timeout and raises Dis
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ except ImportError as e:
 _OLDEST_VERSION = 6
 _LARGEST_USUAL_BYTES = 16 << 20
 """Pages of common models are smaller than this; the limit is checked against it where no page size is known."""
+_SHARE_MIN_S = 0.1
+NO_TIME = "no time left to look for servers"
 
 
 class DiscoveryError(KVTierError, OSError):
@@ -87,9 +90,9 @@ def ask_slots(address: Address, options: RedisOptions, timeout_s: float) -> list
 def ask_sentinels(options: RedisOptions, timeout_s: float) -> Address:
     """The master of ``options.service``, from the first sentinel that knows it."""
     said = []
-    for seed in options.seeds:
+    for seed, share_s in shares(options.seeds, timeout_s):
         try:
-            with _client(seed, options, timeout_s, sentinel=True) as client:
+            with _client(seed, options, share_s, sentinel=True) as client:
                 master = _execute(client, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", options.service)
         except DiscoveryError as e:
             said.append(str(e))
@@ -98,7 +101,18 @@ def ask_sentinels(options: RedisOptions, timeout_s: float) -> Address:
             host, port = (x.decode() if isinstance(x, bytes) else str(x) for x in master)
             return Address(host, int(port))
         said.append(f"{seed}: no master named {options.service!r}")
-    raise DiscoveryError("; ".join(said))
+    raise DiscoveryError("; ".join(said) or NO_TIME)
+
+
+def shares(addresses: Sequence[Address], timeout_s: float) -> Iterator[tuple[Address, float]]:
+    """Servers to be asked one after the other, and how long each may take: one that hangs leaves the others their time,
+    and all together take no longer than `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    for at, address in enumerate(addresses):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return
+        yield address, min(left_s, max(_SHARE_MIN_S, left_s / (len(addresses) - at)))
 
 
 def misfits(facts: Sequence[ServerFacts], limit_bytes: int, record_bytes: int, mode: RedisMode) -> Iterator[str]:

@@ -12,11 +12,13 @@ import time
 from array import array
 
 from kvtier.storage_backends.redis.discovery import (
+    NO_TIME,
     DiscoveryError,
     ServerFacts,
     ask_facts,
     ask_sentinels,
     ask_slots,
+    shares,
 )
 from kvtier.storage_backends.redis.node import Node
 from kvtier.storage_backends.redis.options import Address, RedisMode, RedisOptions
@@ -103,17 +105,18 @@ class Topology:
             self._refreshing.release()
 
     def refresh(self, timeout_s: float) -> None:
-        """Renew the picture now. Raises DiscoveryError."""
+        """Renew the picture now, in `timeout_s` at most. Raises DiscoveryError."""
         if timeout_s <= 0:
-            raise DiscoveryError("no time left to look for servers")
+            raise DiscoveryError(NO_TIME)
+        until = time.monotonic() + timeout_s
         if self.mode is RedisMode.AUTO:
             self.mode = self._find_mode(timeout_s)
         if self.mode is RedisMode.STANDALONE:
             self._set_master(self._options.seeds[0])
         elif self.mode is RedisMode.SENTINEL:
-            self._set_master(ask_sentinels(self._options, timeout_s))
+            self._set_master(ask_sentinels(self._options, until - time.monotonic()))
         else:
-            self._learn_slots(timeout_s)
+            self._learn_slots(until - time.monotonic())
         self.refreshes += 1
         self.last_error = ""
 
@@ -160,16 +163,16 @@ class Topology:
 
     def _find_mode(self, timeout_s: float) -> RedisMode:
         said = []
-        for seed in self._options.seeds:
+        for seed, share_s in shares(self._options.seeds, timeout_s):
             try:
-                mode = ask_facts(seed, self._options, timeout_s).mode
+                mode = ask_facts(seed, self._options, share_s).mode
             except DiscoveryError as e:
                 said.append(str(e))
                 continue
             if mode is RedisMode.SENTINEL and not self._options.service:
                 raise DiscoveryError(f"{seed} is a sentinel: set service to the name of the master it watches")
             return mode
-        raise DiscoveryError("; ".join(said))
+        raise DiscoveryError("; ".join(said) or NO_TIME)
 
     def _set_master(self, address: Address) -> None:
         with self._lock:
@@ -185,9 +188,9 @@ class Topology:
     def _learn_slots(self, timeout_s: float) -> None:
         said = []
         known = [n.address for n in self.nodes() if n.up]
-        for address in dict.fromkeys([*known, *self._options.seeds]):
+        for address, share_s in shares(list(dict.fromkeys([*known, *self._options.seeds])), timeout_s):
             try:
-                ranges = ask_slots(address, self._options, timeout_s)
+                ranges = ask_slots(address, self._options, share_s)
             except DiscoveryError as e:
                 said.append(str(e))
                 continue
@@ -199,4 +202,4 @@ class Topology:
                     self._slots[r.first : r.last + 1] = array("i", [at]) * (r.last + 1 - r.first)
                 self._stale = False
             return
-        raise DiscoveryError("; ".join(said))
+        raise DiscoveryError("; ".join(said) or NO_TIME)
