@@ -269,6 +269,7 @@ class Lookup:
 
     def end(self) -> tuple[Lookup, list[int]]:
         """Nothing is pinned or on its way any more. Returns what it was, and the pins, for release."""
+        self.when_there = None  # it often refers back to this
         was = copy.copy(self)
         was.keys, was.hashes, was.misses = list(self.keys), list(self.hashes), dict(self.misses)
         self.pins, self.loading = [UNPINNED] * len(self.keys), {}

@@ -61,6 +61,7 @@ def test_the_last_page_to_come_is_told(store: TieredStore, lower: DictTier) -> N
     assert told.wait(PATIENCE_S), "nobody was told"
     store.settle("r")
     assert seen == [(3, False)], "once, and with every page in its place"
+    assert lookup.when_there is None, "or the two would keep each other alive"
 
 
 def test_what_is_deleted_on_its_way_is_no_longer_waited_for(store: TieredStore, lower: DictTier) -> None:
