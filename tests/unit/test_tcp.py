@@ -84,7 +84,7 @@ class Refusing(socket.socket):
             return b"bbr" + bytes(13)
         return super().getsockopt(level, option, *more)
 
-    def setsockopt(self, level: int, option: int, *value: object) -> None:  # type: ignore[override]
+    def setsockopt(self, level: int, option: int, *value: object) -> None:
         if (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION):
             raise PermissionError(errno.EPERM, "not allowed")
         super().setsockopt(level, option, *value)  # type: ignore[call-overload]
