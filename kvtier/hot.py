@@ -46,12 +46,14 @@ class HotBuffer:
 @dataclass(frozen=True, slots=True)
 class HotPool:
     """The hot buffers of every page, in the order of `spec.buffers`. device: where they lie, as torch names it; only
-    "cpu" has memory that this process may read. owner: what keeps the memory alive where the buffers do not."""
+    "cpu" has memory that this process may read. owner: what keeps the memory alive where the buffers do not. plans:
+    what codecs make of these buffers for their calls, by the identity of a layout."""
 
     spec: PageSpec
     buffers: tuple[HotBuffer, ...]
     device: str = "cpu"
     owner: Any = field(default=None, repr=False, compare=False)
+    plans: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_pages(self) -> int:

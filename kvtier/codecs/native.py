@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.abc.codec import Codec, EncodeResult
 from kvtier.errors import CodecError, ConfigError
-from kvtier.hot import HotPool
+from kvtier.hot import HotBuffer, HotPool
 from kvtier.kernels import _native
 from kvtier.spec import Coding, ColdLayout, DType, PageSpec
 
@@ -239,7 +239,11 @@ _plans: dict[int, _LayoutPlan] = {}
 
 
 def plan_of(layout: ColdLayout, pool: HotPool) -> npt.NDArray[np.int64]:
-    """int64 ``[parts, PLAN_FIELDS]`` (`kernels/csrc/pages.h`). Raises CodecError where these two do not go together."""
+    """int64 ``[parts, PLAN_FIELDS]`` (`kernels/csrc/pages.h`), read-only, kept with the pool. Raises CodecError where
+    these two do not go together."""
+    made: tuple[ColdLayout, tuple[HotBuffer, ...], npt.NDArray[np.int64]] | None = pool.plans.get(id(layout))
+    if made is not None and made[0] is layout and made[1] is pool.buffers:
+        return made[2]
     if pool.spec is not layout.spec and pool.spec != layout.spec:
         raise CodecError("the pool and the layout describe different pages; build both from the same PageSpec")
     known = _layout_plan(layout)
@@ -248,6 +252,10 @@ def plan_of(layout: ColdLayout, pool: HotPool) -> npt.NDArray[np.int64]:
     plan[:, :_POOL_FIELDS] = hot if len(hot) == len(known.buffers) else [hot[i] for i in known.buffers]
     plan[:, 0] += known.columns
     plan[:, _POOL_FIELDS:] = known.fields
+    plan.flags.writeable = False
+    if len(pool.plans) >= _CACHED_LAYOUTS:
+        pool.plans.clear()
+    pool.plans[id(layout)] = layout, pool.buffers, plan
     return plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -182,6 +183,22 @@ def test_registry() -> None:
         codec_for_form(99)
 
 
+def test_a_plan_is_made_once_for_a_layout_and_the_buffers_of_a_pool() -> None:
+    spec = PageSpec.mha(layers=2, kv_heads=2, head_dim=64, page_tokens=16, dtype=DType.BF16)
+    pool, other = (
+        HotPool.of(spec, [np.zeros((32, 2, 64), np.uint16) for _ in spec.buffers], HotLayout.NHD) for _ in "ab"
+    )
+    layouts = [codec(name).layout(spec) for name in ("nvfp4", "raw", "nvfp4")]
+    plans = [native.plan_of(layout, pool) for layout in layouts]
+    assert [native.plan_of(layout, pool) is plan for layout, plan in zip(layouts, plans, strict=True)] == [True] * 3
+    assert native.plan_of(layouts[0], replace(pool, owner="somebody")) is plans[0], "the memory is the same"
+    moved = native.plan_of(layouts[0], replace(pool, buffers=other.buffers))
+    assert moved.tolist() == native.plan_of(layouts[0], other).tolist() != plans[0].tolist()
+    for _ in range(200):
+        native.plan_of(codec("nvfp4").layout(spec), pool)
+    assert len(pool.plans) <= 64
+
+
 def test_a_new_pool_costs_little() -> None:
     """Connectors describe a request's tensors anew each time: 60 buffers within 200 us, here with room for noise."""
     spec = PageSpec.mha(layers=30, kv_heads=3, head_dim=64, page_tokens=16, dtype=DType.BF16)
@@ -190,6 +207,6 @@ def test_a_new_pool_costs_little() -> None:
     times: list[float] = []
     while min(times, default=1.0) >= 400e-6 and len(times) < 2000:  # a busy machine makes it longer and never shorter
         start = time.thread_time()
-        native.plan_of(layout, pool)
+        native.plan_of(layout, replace(pool, plans={}))
         times.append(time.thread_time() - start)
     assert min(times) < 400e-6
