@@ -123,15 +123,15 @@ class Ledger(Collector):
 
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._codec_seconds = self._histogram(
-            "kvtier_codec_seconds", "Time of one codec call on a batch of pages", "op"
-        )
-        self._tier_seconds = self._histogram(
-            "kvtier_tier_seconds", "Time of one tier call on a batch of pages", "tier", "op"
-        )
+        codec = self._histogram("kvtier_codec_seconds", "Time of one codec call on a batch of pages", "op")
+        tier_call = self._histogram("kvtier_tier_seconds", "Time of one tier call on a batch of pages", "tier", "op")
         self._engine_seconds = self._histogram(
             "kvtier_engine_thread_seconds", "Time taken from the engine's own thread, per call", "call"
         )
+        self._codec_seconds = {op: codec.labels(op) for op in CODEC_OPS}
+        self._tier_seconds = {(tier, op): tier_call.labels(tier, op) for tier in tiers for op in ("get", "put")}
+        for call in ("waiting", "lookup", "load", "offload"):
+            self._engine_seconds.labels(call)
         self._restore_seconds = self._histogram(
             "kvtier_restore_seconds", "Time to bring a request's pages back: waiting for lower tiers, and loading"
         )
@@ -142,13 +142,6 @@ class Ledger(Collector):
             buckets=_RELATIVE_ERRORS,
             registry=self.registry,
         )
-        for op in CODEC_OPS:
-            self._codec_seconds.labels(op)
-        for tier in tiers:
-            for op in ("get", "put"):
-                self._tier_seconds.labels(tier, op)
-        for call in ("waiting", "lookup", "load", "offload"):
-            self._engine_seconds.labels(call)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=_SECONDS, registry=self.registry)
@@ -237,12 +230,12 @@ class Ledger(Collector):
             self._errors[site] += 1
 
     def time_codec(self, op: str, seconds: float) -> None:
-        self._codec_seconds.labels(op).observe(seconds)
+        self._codec_seconds[op].observe(seconds)
         with self._lock:
             self._codec_s[op] += seconds
 
     def time_tier(self, tier: str, op: str, seconds: float) -> None:
-        self._tier_seconds.labels(tier, op).observe(seconds)
+        self._tier_seconds[tier, op].observe(seconds)
 
     def time_engine(self, call: str, seconds: float) -> None:
         """Time spent on the engine's own thread in `call`: lookup, load or offload; waiting: to choose, in each step,

@@ -15,7 +15,7 @@ from kvtier.codecs import registry
 from kvtier.errors import CodecError, ConfigError
 from kvtier.hot import HotPool
 from kvtier.kernels import _native
-from kvtier.keys import seed_of
+from kvtier.keys import seeds_of
 from kvtier.ledger import Ledger, MissReason
 from kvtier.lookup import Pin
 from kvtier.spec import LEVEL_MAX, BufferSpec, ColdLayout, PageSpec, levels_bytes
@@ -42,6 +42,8 @@ class PageReader:
         self._layout = layout
         self._host = host
         self._ledger = ledger
+        self._least_bytes: dict[int, int] = {}
+        """By form, the length of the shortest page that could be decoded; not of those that end with their levels."""
 
     def find_bad(self, keys: Sequence[bytes], pins: Sequence[Pin]) -> dict[int, MissReason]:
         """Pages that must not be decoded, by their place in `pins`, and why."""
@@ -50,20 +52,29 @@ class PageReader:
             self._host.arena,
             np.array([slot.offset for slot, _ in pins], dtype=np.int64),
             np.array([meta.nbytes for _, meta in pins], dtype=np.int64),
-            np.array([seed_of(key) for key in keys], dtype=np.uint64),
-            np.frombuffer(b"".join(meta.checksum for _, meta in pins), dtype=np.uint8).reshape(-1, 16),
+            seeds_of(keys),
+            np.frombuffer(b"".join([meta.checksum for _, meta in pins]), dtype=np.uint8).reshape(-1, 16),
         )
         self._ledger.time_codec("verify", time.perf_counter() - start)
         bad: dict[int, MissReason] = {}
         for i, (ok, (slot, meta)) in enumerate(zip(good.tolist(), pins, strict=True)):
+            least = self._least_bytes.get(meta.form)
             if not ok or meta.spec != self._fingerprint:
                 bad[i] = MissReason.CORRUPT
-            elif not self.readable(slot, meta):
-                _log.warning("a stored page of form %d is not one that this version reads: it is dropped", meta.form)
-                bad[i] = MissReason.CORRUPT
-            elif self._lacks_bytes(slot, meta):
-                bad[i] = MissReason.PARTIAL
+            elif (least is None or meta.nbytes < least) and (why := self._unusable(slot, meta)) is not None:
+                bad[i] = why
         return bad
+
+    def _unusable(self, slot: Slot, meta: PageMeta) -> MissReason | None:
+        """Why a page of this geometry whose bytes are as they were written cannot be decoded."""
+        if not self.readable(slot, meta):
+            _log.warning("a stored page of form %d is not one that this version reads: it is dropped", meta.form)
+            return MissReason.CORRUPT
+        if self._lacks_bytes(slot, meta):
+            return MissReason.PARTIAL
+        if not meta.form & FINER:
+            self._least_bytes[meta.form] = min(meta.nbytes, self._least_bytes.get(meta.form, meta.nbytes))
+        return None
 
     def readable(self, slot: Slot, meta: PageMeta) -> bool:
         """Whether this version knows the form of a page, and the levels of one that has some."""
@@ -93,7 +104,8 @@ class PageReader:
         groups = []
         by_form: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for i, (slot, meta) in enumerate(pins):
-            by_form.setdefault((meta.form, self.levels_of(slot, meta)), []).append(i)
+            levels = self.levels_of(slot, meta) if meta.form & FINER else ()
+            by_form.setdefault((meta.form, levels), []).append(i)
         for (form, levels), members in sorted(by_form.items()):
             codec = registry.codec_for_form(form)
             groups.append(

@@ -230,10 +230,17 @@ def test_a_bit_flipped_in_host_memory_fails_the_load_and_only_that_page(mover: P
     assert mover.store.ledger.snapshot().hits["nvme"] == 1
 
 
+@pytest.mark.parametrize("behind_whole_ones", [False, True])
 @pytest.mark.parametrize("quant", ["nvfp4", "none"])
-def test_a_record_without_its_last_buffer_is_partial(tmp_path: Path, quant: str) -> None:
+def test_a_record_without_its_last_buffer_is_partial(tmp_path: Path, quant: str, behind_whole_ones: bool) -> None:
     """Its checksum is right, so it was written like this: by another version, or by somebody else."""
     mover = open_mover(config(tmp_path, quant))
+    if behind_whole_ones:
+        pool = HotPool.of(SPEC, arrays(), HotLayout.NHD)
+        assert mover.offload(pool, HASHES[1:], range(1, PAGES)).result(120.0).ok
+        whole = mover.store.lookup("whole", mover.namespace.page_keys(HASHES[1:]))
+        assert mover.onboard(whole, pool, range(1, PAGES)).result(120.0).ok
+        mover.store.settle("whole")
     (key,) = mover.namespace.page_keys(HASHES[:1])
     nbytes = mover.layout(open_codec(config(tmp_path, quant), SPEC)).cold_page_bytes - 64
     (slot,) = mover.store.reserve([key], [nbytes])
