@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 RAW = [{"algorithm": "quantization_for_cold_page", "quant": "none"}]
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -19,13 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 if importlib.util.find_spec("lmcache") is None:
     collect_ignore_glob = ["test_*.py"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in Path(item.path).parents:
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.filterwarnings("ignore"))  # the engine's own warnings are not ours to fail on
 
 
 @pytest.fixture

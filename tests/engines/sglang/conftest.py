@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-
 # Before torch and SGLang are imported by any test or child.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -19,13 +17,6 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in Path(item.path).parents:
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.filterwarnings("ignore"))  # the engine's own warnings are not ours to fail on
 
 
 @pytest.fixture(scope="session")
