@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.abc.tier import GetStatus, PutStatus
+from kvtier.abc.tier import GetStatus, PutStatus, Tier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 20_000
 PAGES = 20
 
 
-def put(tier: NvmeTier, first: int, count: int) -> list[PutStatus]:
+def put(tier: Tier, first: int, count: int) -> list[PutStatus]:
     return tier.put_many([item_of(key_of(n), PAGE_BYTES) for n in range(first, first + count)])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from kvtier.abc.codec import FINER, Form
 from kvtier.abc.tier import PageMeta, Slot
-from kvtier.build import _tell_plain, open_codec, open_store
+from kvtier.build import _tell_plain, open_codec
 from kvtier.codecs.registry import codec
 from kvtier.config import Config, parse_config
 from kvtier.errors import ConfigError, SpecError
@@ -24,35 +23,9 @@ from kvtier.keys import Namespace, checksum
 from kvtier.ledger import OffloadOutcome
 from kvtier.mover import PageMover, policy_of
 from kvtier.spec import BufferSpec, DType, PageSpec, Role
+from tests.mover_pages import DIM, HEADS, LAYERS, PAGES, SPEC, TOKENS, Bits, open_mover
 
-LAYERS, HEADS, DIM, TOKENS, PAGES = 2, 2, 64, 16, 8
-SPEC = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=TOKENS, dtype=DType.BF16, rotary_dim=16)
 HASHES = [b"page-%04d" % i for i in range(PAGES)]
-Bits = npt.NDArray[np.uint16]
-
-
-@contextmanager
-def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
-    config = parse_config(
-        {
-            "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", **options}],
-            "promote_deadline": "120s",
-            "tiers": [
-                {"type": "host", "capacity": "4MiB"},
-                {"type": "nvme", "path": str(directory), "capacity": "8MiB", "io_threads": 2},
-            ],
-        }
-    )
-    which = open_codec(config, SPEC)
-    namespace = Namespace.of(SPEC, policy_of(which), model="m", weights="00", dtype="bf16")
-    mover = PageMover(open_store(config), SPEC, namespace, which)
-    try:
-        yield mover
-    finally:
-        assert mover.drain(120.0)
-        assert mover.store.flush(120.0)
-        mover.close()
-        mover.store.close()
 
 
 def values() -> list[Bits]:

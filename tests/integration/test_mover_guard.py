@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.build import open_codec, open_store
+from kvtier.build import open_codec
 from kvtier.config import parse_config
 from kvtier.hot import HotLayout, HotPool
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
 from kvtier.mover import PageMover, policy_of
 from kvtier.spec import DType, PageSpec
-
-LAYERS, HEADS, DIM, TOKENS, PAGES = 2, 2, 64, 16, 8
-SPEC = PageSpec.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=TOKENS, dtype=DType.BF16, rotary_dim=16)
-Bits = npt.NDArray[np.uint16]
-
-
-@contextmanager
-def open_mover(directory: Path, **options: Any) -> Iterator[PageMover]:
-    config = parse_config(
-        {
-            "kv_cache_compression_config": [{"algorithm": "quantization_for_cold_page", **options}],
-            "promote_deadline": "120s",
-            "tiers": [
-                {"type": "host", "capacity": "8MiB"},
-                {"type": "nvme", "path": str(directory), "capacity": "16MiB", "io_threads": 2},
-            ],
-        }
-    )
-    which = open_codec(config, SPEC)
-    namespace = Namespace.of(SPEC, policy_of(which), model="m", weights="00", dtype="bf16")
-    mover = PageMover(open_store(config), SPEC, namespace, which, workers=2)
-    try:
-        yield mover
-    finally:
-        assert mover.drain(120.0)
-        assert mover.store.flush(120.0)
-        mover.close()
-        mover.store.close()
+from tests.mover_pages import DIM, HEADS, LAYERS, PAGES, SPEC, TOKENS, Bits, open_mover
 
 
 def floats(bits: Bits) -> npt.NDArray[np.float64]:

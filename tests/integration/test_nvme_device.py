@@ -24,14 +24,10 @@ from kvtier.storage_backends.nvme.striped import StripedNvmeTier
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.store import TieredStore
 from kvtier.testing.faulty_device import NO_SPACE, Fault, FaultyDevice, failing
-from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
+from kvtier.testing.pages import item_of, key_of
 from kvtier.testing.redis_servers import wait_for
 from kvtier.testing.tiers import check_counters
-
-CAPACITY_BYTES = 1 << 20
-PAGE_BYTES = 20_000
-PAGES = 20
-PATIENCE_S = 60.0
+from tests.nvme_tiers import CAPACITY_BYTES, PAGE_BYTES, PAGES, PATIENCE_S, put, statuses
 
 
 @pytest.fixture
@@ -46,21 +42,6 @@ def tier(tmp_path: Path, device: FaultyDevice) -> Iterator[NvmeTier]:
     yield tier
     device.set()
     tier.close()
-
-
-def put(tier: NvmeTier, first: int, count: int) -> list[PutStatus]:
-    return tier.put_many([item_of(key_of(n), PAGE_BYTES) for n in range(first, first + count)])
-
-
-def statuses(tier: NvmeTier, first: int = 0, count: int = PAGES) -> list[GetStatus]:
-    """Get pages one by one; a hit must be the key's own bytes."""
-    found = []
-    for n in range(first, first + count):
-        out = aligned_buffer(PAGE_BYTES)
-        (result,) = tier.get_many_into([key_of(n)], [out])
-        assert result.status is not GetStatus.HIT or belongs(key_of(n), out), "wrong bytes were served"
-        found.append(result.status)
-    return found
 
 
 def wait_until_serving(tier: NvmeTier) -> None:

@@ -24,11 +24,10 @@ from kvtier.testing.faulty_device import Fault, FaultyDevice, failing
 from kvtier.testing.pages import aligned_buffer, belongs, item_of, key_of
 from kvtier.testing.redis_servers import wait_for
 from kvtier.testing.tiers import check_counters
+from tests.nvme_tiers import PAGE_BYTES, PATIENCE_S, put
 
 CAPACITY_BYTES = 2 << 20
-PAGE_BYTES = 20_000
 PAGES = 40
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -49,10 +48,6 @@ def opened(where: Path, device: FaultyDevice | None = None, names: str = "ab") -
     return StripedNvmeTier(
         [where / name for name in names], CAPACITY_BYTES, device=device or FaultyDevice(), retry_s=0.02
     )
-
-
-def put(tier: StripedNvmeTier, first: int, count: int) -> list[PutStatus]:
-    return tier.put_many([item_of(key_of(n), PAGE_BYTES) for n in range(first, first + count)])
 
 
 def statuses(tier: StripedNvmeTier, first: int = 0, count: int = PAGES) -> list[GetStatus]:
