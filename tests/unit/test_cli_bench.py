@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
+from tests.refusals import assert_refused
 
 ROWS = [{"codec": "nvfp4", "gb_per_s": 7.25, "baseline": None}, {"codec": "raw", "gb_per_s": 12345.0, "extra": 3}]
 
@@ -62,12 +63,7 @@ def test_options_reach_the_measuring_module(monkeypatch: pytest.MonkeyPatch, tmp
     ],
 )
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["bench", *args.split()])
-    assert done.value.code == 2
-    said = capsys.readouterr().err
-    for words in named:
-        assert words in said
+    assert_refused(capsys, f"bench {args}", named)
 
 
 def test_a_bench_beside_lmcache_says_how_to_get_it(

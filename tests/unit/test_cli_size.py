@@ -12,6 +12,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.cli import main
+from tests.refusals import assert_refused
 
 
 def size(capsys: pytest.CaptureFixture[str], args: str) -> dict[str, Any]:
@@ -157,14 +158,7 @@ def test_the_table_shows_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_bad_values_are_one_line(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["size", *args.split()])
-    captured = capsys.readouterr()
-    assert done.value.code == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    for words in named:
-        assert words in captured.err
+    assert_refused(capsys, f"size {args}", named)
 
 
 @pytest.mark.parametrize(

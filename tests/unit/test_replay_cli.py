@@ -14,6 +14,7 @@ from kvtier.replay.live import run_live
 from kvtier.replay.page import ReplayCodec
 from kvtier.replay.stack import Placement, parse_tier
 from kvtier.replay.sweep import Metric, Sweep, advice, decimal, default_sizes
+from tests.refusals import assert_refused
 
 
 def run(capsys: pytest.CaptureFixture[str], args: str) -> str:
@@ -193,11 +194,4 @@ def test_the_live_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_values_are_one_line(capsys: pytest.CaptureFixture[str], args: str, named: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["replay", *args.split()])
-    captured = capsys.readouterr()
-    assert done.value.code == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    for words in named:
-        assert words in captured.err
+    assert_refused(capsys, f"replay {args}", named)
