@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from kvtier.server import connection_commands, resp, server_commands, value_commands
 from kvtier.server.auth import User
 from kvtier.server.command import CommandError, Spec
-from kvtier.server.resp import Argument
+from kvtier.server.resp import Argument, ProtocolError
 from kvtier.server.session import Session, key_refusal
+
+_OF_HTTP = (b"POST", b"HOST:")
+"""A web page can make its reader's browser send what it likes to ports of that machine, but only behind these."""
 
 
 def execute(session: Session, args: list[Argument]) -> None:
-    """Do one command and put its reply, error or not, into the session."""
+    """Do one command and put its reply, error or not, into the session. Raises ProtocolError for what a browser sends:
+    nothing that follows is to be done."""
     if not args:
         return
     # Values are in their places already; commands look at the names and numbers around them.
@@ -24,6 +28,8 @@ def execute(session: Session, args: list[Argument]) -> None:
     session.received_bytes = 0
     try:
         if spec is None:
+            if name in _OF_HTTP:
+                raise ProtocolError("this is a request of HTTP; metrics and health have a port of their own")
             shown = words[0][:64].decode(errors="replace")
             raise CommandError(f"ERR unknown command '{shown}'; this server is a cache of plain values")
         arity = spec.arity

@@ -29,7 +29,7 @@ def hello(session: Session, words: list[bytes]) -> None:
             _log_in(session, rest[1], rest[2])
             rest = rest[3:]
         elif option == b"SETNAME" and len(rest) >= 2:
-            name = rest[1]
+            name = _client_name(rest[1])
             rest = rest[2:]
         else:
             raise CommandError(f"ERR Syntax error in HELLO option '{rest[0].decode(errors='replace')}'")
@@ -99,9 +99,7 @@ def client(session: Session, words: list[bytes]) -> None:
     if what == b"SETINFO" and len(words) == 4:
         session.reply(resp.OK)
     elif what == b"SETNAME" and len(words) == 3:
-        if re.search(rb"[\s\x00-\x1f]", words[2]):
-            raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
-        session.name = words[2]
+        session.name = _client_name(words[2])
         session.reply(resp.OK)
     elif what == b"GETNAME" and len(words) == 2:
         session.reply(resp.bulk(session.name) if session.name else resp.null(session.protocol))
@@ -115,6 +113,12 @@ def client(session: Session, words: list[bytes]) -> None:
     else:
         shown = words[1][:64].decode(errors="replace")
         raise CommandError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try CLIENT ID.")
+
+
+def _client_name(word: bytes) -> bytes:
+    if re.search(rb"[\s\x00-\x1f]", word):
+        raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
+    return word
 
 
 def quit(session: Session, words: list[bytes]) -> None:

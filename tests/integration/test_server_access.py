@@ -108,6 +108,22 @@ def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "GET"])
+def test_what_a_web_page_makes_a_browser_send_is_not_done(server: CacheServer, method: str) -> None:
+    client = client_of(server)
+    client.set("kept", "value")
+    body = b"FLUSHDB\r\n*3\r\n$3\r\nSET\r\n$4\r\nkept\r\n$5\r\nwrong\r\n"
+    head = f"{method} /SET HTTP/1.1\r\nHost: 127.0.0.1:6380\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.listening[1].port), PATIENCE_S) as browser:
+        browser.sendall(head.encode() + body)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
+            while received := browser.recv(4096):
+                answer += received
+    assert b"+OK" not in answer and b"Protocol error: this is a request of HTTP" in answer
+    assert client.get("kept") == b"value"
+
+
 def test_a_unix_socket_is_for_its_owner_and_for_one_server(server: CacheServer, tmp_path: Path) -> None:
     path = server.listening[0].path
     assert path is not None and path.stat().st_mode & 0o777 == 0o600
