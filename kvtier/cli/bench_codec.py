@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ _KINDS = 4
 Row = dict[str, Any]
 Work = Callable[[], None]
 Array = npt.NDArray[Any]
+_T = TypeVar("_T", bound=np.generic)
 _Key = tuple[str, str, int]
 
 
@@ -103,7 +104,7 @@ class _Pages:
         self.count = max(1, input_bytes // self.page_bytes)
         self.arrays = [_values(n, self.spec, hot_layout, self.count) for n in range(len(self.spec.buffers))]
         self.hot = HotPool.of(self.spec, self.arrays, hot_layout)
-        self.back = HotPool.of(self.spec, [_aligned(np.ones_like(a)) for a in self.arrays], hot_layout)
+        self.back = HotPool.of(self.spec, [aligned(np.ones_like(a)) for a in self.arrays], hot_layout)
 
 
 class _Bench:
@@ -251,16 +252,16 @@ def _values(seed: int, spec: PageSpec, hot_layout: HotLayout, pages: int) -> Arr
     bits = reference.e4m3_codes(x) if b.dtype is DType.FP8_E4M3 else reference.from_float32(x, b.dtype.value)
     every: Array = bits[np.arange(pages) % _KINDS]
     if hot_layout is HotLayout.HND:
-        return _aligned(every)
+        return aligned(every)
     sequence = every.transpose(1, 0, 2, 3).reshape(b.heads, pages * b.tokens, b.dim)
-    return _aligned(sequence if hot_layout is HotLayout.SEQ else sequence.transpose(1, 0, 2))
+    return aligned(sequence if hot_layout is HotLayout.SEQ else sequence.transpose(1, 0, 2))
 
 
-def _aligned(values: Array) -> Array:
+def aligned(values: npt.NDArray[_T]) -> npt.NDArray[_T]:
     """A copy that begins with a line of the cache, as engines' pools do; numpy's arrays begin anywhere in one."""
     room = np.empty(values.nbytes + 64, np.uint8)
     begin = -room.ctypes.data % 64
-    out: Array = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+    out = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
     out[...] = values
     return out
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cli import bench_codec_others as others
+from kvtier.cli.bench_codec import aligned
 from kvtier.codecs.registry import codec
 from kvtier.hot import HotLayout, HotPool
 from kvtier.spec import DType, PageSpec
@@ -163,15 +164,6 @@ def relative_error(got: KV, want: KV) -> float:
     """Norm of the difference over the norm."""
     a, b = float32(got).astype(np.float64), float32(want).astype(np.float64)
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-def aligned(values: KV) -> KV:
-    """A copy that begins with a line of the cache, as engines' pools do."""
-    room = np.empty(values.nbytes + 64, np.uint8)
-    begin = -room.ctypes.data % 64
-    out: KV = room[begin : begin + values.nbytes].view(np.uint16).reshape(values.shape)
-    out[...] = values
-    return out
 
 
 def main() -> None:
