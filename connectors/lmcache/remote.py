@@ -109,9 +109,7 @@ class KvtierRemoteConnector(RemoteConnector):
                     tokens = [meta.valid_tokens for _, meta in found.lookup.slots_of([found.pages[i] for i in ready])]
                     chunks: dict[int, Chunk] = {}
                     for i, n in zip(ready, tokens, strict=True):
-                        items[i] = self._memory.allocate(
-                            self._metadata.get_shapes(n), self._metadata.get_dtypes(), self.meta_fmt
-                        )
+                        items[i] = self._memory.allocate(self._shapes(n), self.meta_dtypes, self.meta_fmt)
                         chunk = self._chunk_of(items[i]) if items[i] is not None else None
                         if chunk is not None:
                             chunks[i] = chunk
@@ -142,16 +140,24 @@ class KvtierRemoteConnector(RemoteConnector):
 
     def _put(self, keys: list[Any], items: list[Any]) -> None:
         try:
-            chunks = [chunk for item in items if (chunk := self._chunk_of(item)) is not None]
-            if len(chunks) != len(keys):
-                raise CodecError(f"{len(keys) - len(chunks)} of {len(keys)} chunks have no shape that this model has")
-            hashes = [encode_text(key.to_string()) for key in keys]
+            hashes, chunks = [], []
+            for key, item in zip(keys, items, strict=True):
+                if (chunk := self._chunk_of(item)) is not None:
+                    hashes.append(encode_text(key.to_string()))
+                    chunks.append(chunk)
             _finished(lambda done: self._chunks.offload(hashes, chunks, lambda ok, fresh: done(set())))
+            if len(chunks) != len(keys):
+                raise CodecError(f"{len(keys) - len(chunks)} of {len(keys)} chunks have no shape that can be kept")
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             self._count("put", error)
         finally:
             for item in items:
                 item.ref_count_down()
+
+    def _shapes(self, tokens: int) -> Any:
+        """Of a chunk of so many tokens. Where nothing tells a page's tokens, it is a whole one."""
+        whole = tokens == self._whole.spec.page_tokens
+        return self.meta_shapes if whole else self._metadata.get_shapes(tokens)
 
     def _chunk_of(self, item: Any) -> Chunk | None:
         chunk = object_chunk(item, self._attention, self._rope_dim)
