@@ -25,7 +25,7 @@ from kvtier.connectors.lmcache.catalogue import Catalogue, Known
 from kvtier.connectors.lmcache.chunks import SAMPLE, Attention, Chunk, ChunkLayout, plain_layout
 from kvtier.connectors.lmcache.gate import Gate, Passage
 from kvtier.connectors.lmcache.identity import namespace_of
-from kvtier.connectors.lmcache.options import AdapterOptions
+from kvtier.connectors.lmcache.options import LENT_S, AdapterOptions
 from kvtier.errors import ConfigError
 from kvtier.keys import Namespace
 from kvtier.ledger import OffloadOutcome
@@ -45,6 +45,8 @@ _MOST_LAYOUTS = 64
 _CLOSE_S = 1.5
 _LEAVE_S = 10.0
 """How long `close` waits for a job in LMCache's memory: if that is unmapped before it is out, the process crashes."""
+_FILL_S = 30.0
+"""What a job takes at most that has begun and has room, on a machine that is busy."""
 _JOB_BYTES = 16 << 20
 """What one job moves: workers share the rest, and `close` waits for at most one per worker."""
 _PROBE_BYTES = 1 << 16
@@ -181,15 +183,17 @@ class ChunkStore:
         self, hashes: Sequence[bytes], chunks: Sequence[Chunk], done: Callable[[bool, list[bool]], object]
     ) -> None:
         """Store chunks, of which a last one may be partial (`Chunk.tokens`); ``done(all went well, which were new)``
-        follows, in a worker's thread. The memory must not change until then."""
+        follows, in a worker's thread. The memory must not change until then. A chunk that is not begun with before
+        LMCache may take its memory back fails."""
         parts = _in_pools(chunks)
         movers = [self._mover(layout) for layout, _ in parts]  # what can fail comes before the first one reads
         pools = [layout.pool([chunks[i] for i in members]) for layout, members in parts]
+        until = time.monotonic() + LENT_S - self._config.offload_wait - _FILL_S
         gather: _Gather[OffloadResult] = _Gather(
             len(parts), lambda results: self._offloaded(results, hashes, parts, done)
         )
         for n, ((layout, members), mover, (pool, ids)) in enumerate(zip(parts, movers, pools, strict=True)):
-            passage = self._gate.passage()
+            passage = self._gate.passage(until)
             valid = [chunks[i].tokens or layout.spec.page_tokens for i in members]
             try:
                 ticket = mover.offload(pool, [hashes[i] for i in members], ids, valid_tokens=valid, ready=passage.enter)

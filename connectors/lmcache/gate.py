@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, KVTierError
 
 
 class Gate:
@@ -17,9 +18,9 @@ class Gate:
         self._inside = 0
         self._shut = False
 
-    def passage(self) -> Passage:
-        """For one job."""
-        return Passage(self)
+    def passage(self, until: float = math.inf) -> Passage:
+        """For one job, whose memory is LMCache's again from `until` on, seconds of the monotonic clock."""
+        return Passage(self, until)
 
     def enter(self) -> None:
         """Raises ClosedError once the gate is shut."""
@@ -48,13 +49,15 @@ class Gate:
 class Passage:
     """One job's way through the gate: it may end before it has come in."""
 
-    __slots__ = ("_gate", "_inside")
+    __slots__ = ("_gate", "_inside", "_until")
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate, self._inside = gate, False
+    def __init__(self, gate: Gate, until: float) -> None:
+        self._gate, self._until, self._inside = gate, until, False
 
     def enter(self) -> None:
-        """Raises ClosedError once the gate is shut."""
+        """Raises ClosedError once the gate is shut, KVTierError for a job that waited for too long."""
+        if time.monotonic() >= self._until:
+            raise KVTierError("a chunk waited so long that LMCache may have given its memory to another one")
         self._gate.enter()
         self._inside = True
 

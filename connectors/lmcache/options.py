@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.config import Config, parse_config, read_block
+from kvtier.config import Config, TriAttentionConfig, parse_config, read_block
 from kvtier.connectors.lmcache.chunks import Attention
 from kvtier.errors import ConfigError
 
@@ -22,6 +22,9 @@ kvtier: KV chunks as cold pages in host memory, on NVMe and in Redis.
 - weights (str): what tells models of one name apart, such as a revision (default none)
 - config (str): a file with kvtier's configuration block; or its options right here: tiers,
   kv_cache_compression_config, http, promote_deadline, ... (default: 4 GiB of host memory)"""
+LENT_S = 300.0
+"""How long LMCache keeps the memory of a chunk that is being stored for us (its ``--l1-read-ttl-seconds``)."""
+_LONGEST_WAIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,7 @@ class AdapterOptions:
             config = _from_file(file)
         else:
             config = parse_config(block if "tiers" in block else {**DEFAULT_CONFIG, **block})
-        if config.compacted:
-            raise ConfigError("compacted: only SGLang serves compacted prefixes (--kv-connector kvtier); leave it out")
+        _refuse_unserved(config)
         attention = _attention(own.get("attention", "none"))
         return AdapterOptions(
             config,
@@ -70,6 +72,22 @@ def _refuse_misspelt(block: Mapping[str, Any]) -> None:
         if near and near[0] in _OWN:
             value = block[name]
             raise ConfigError(f"unknown option {name!r} (value {value!r}); did you mean {near[0]!r}? Else remove it")
+
+
+def _refuse_unserved(config: Config) -> None:
+    if config.compacted:
+        raise ConfigError("compacted: only SGLang serves compacted prefixes (--kv-connector kvtier); leave it out")
+    if any(isinstance(method, TriAttentionConfig) for method in config.kv_cache_compression_config):
+        raise ConfigError(
+            "kv_cache_compression_config: triattention evicts in an engine's live cache, of which LMCache has no part; "
+            "leave it out"
+        )
+    for option in ("offload_wait", "promote_deadline"):
+        if (value := getattr(config, option)) > _LONGEST_WAIT_S:
+            raise ConfigError(
+                f"{option} = {value:g} s: LMCache takes a chunk's memory back after {LENT_S:g} s, and its engines wait "
+                f"no longer; give at most {_LONGEST_WAIT_S:g}s"
+            )
 
 
 def _from_file(path: str) -> Config:

@@ -18,6 +18,7 @@ from kvtier.abc.codec import Codec
 from kvtier.abc.tier import PageMeta
 from kvtier.build import open_codec
 from kvtier.codecs.registry import codec, codec_for_form
+from kvtier.config import Config
 from kvtier.connectors.lmcache.chunks import SAMPLE, Chunk, ChunkLayout, object_chunk, object_layout
 from kvtier.connectors.lmcache.identity import encode_key, namespace_of
 from kvtier.connectors.lmcache.options import AdapterOptions
@@ -28,6 +29,8 @@ from kvtier.storage_backends.redis.record import HEADER_BYTES, RecordError, pack
 
 NAME = "kvtier_nvfp4"
 _ONE = np.zeros(1, np.int64)
+_TAKEN = ("attention", "rope_dim", "weights", "salt", "kv_cache_compression_config", "config", "max_workers")
+_OF_THE_ADAPTER = {"instance", *Config.model_fields}.difference(_TAKEN)
 
 
 class _Pages:
@@ -139,9 +142,14 @@ def make_serde(params: Mapping[str, Any]) -> Any:
     """From the adapter's ``"serde"`` block: `max_workers`, and the adapter's own parameters without tiers.
     Raises ConfigError."""
     rest = {name: value for name, value in params.items() if name not in ("type", "max_workers")}
+    for name in sorted(rest.keys() & _OF_THE_ADAPTER):
+        raise ConfigError(
+            f"{name} = {rest[name]!r}: the serde {NAME} takes {', '.join(_TAKEN)}; give it to the adapter "
+            "kvtier.connectors.lmcache, or leave it out"
+        )
     options = AdapterOptions.of(rest)
     workers = params.get("max_workers", 1)
-    if not isinstance(workers, int) or workers < 1:
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"max_workers = {workers!r}: give a number of threads, at least 1")
     _Pages(options).codec(SAMPLE)  # what is wrong with it is told now, not with every chunk
     return AsyncSerdeProcessor(ColdSerializer(options), ColdDeserializer(options), max_workers=workers)

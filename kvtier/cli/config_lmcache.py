@@ -1,4 +1,4 @@
-"""Options of a block that LMCache's doors refuse at the start, or can do nothing with."""
+"""Options of a block that LMCache's doors refuse at the start."""
 
 from __future__ import annotations
 
@@ -31,12 +31,9 @@ def lmcache_remarks(config: BaseModel, block: Block) -> Iterator[Remark]:
         )
     for n, method in enumerate(config.kv_cache_compression_config):
         if isinstance(method, TriAttentionConfig):
-            text = "evicts in an engine's live cache, of which LMCache has no part: it does nothing here"
-            place = ("kv_cache_compression_config", n)
-            yield Remark(
-                "warning", place, method.algorithm, text, "remove it, or keep the block for SGLang in another file"
-            )
+            text = "evicts in an engine's live cache, of which LMCache has no part"
+            yield Remark("error", ("kv_cache_compression_config", n), method.algorithm, text, "leave it out")
     if block.what == SERDE:
         for option in sorted(set(block.options) - _SERDE_USES):
             text = "is of the adapter: a serde has neither tiers nor threads or ports of its own"
-            yield Remark("warning", (option,), block.options[option], text, "remove it")
+            yield Remark("error", (option,), block.options[option], text, "leave it out")

@@ -228,7 +228,7 @@ def test_a_lookup_is_answered_when_its_own_chunks_are_there(
 
     tiers = [{"type": "host", "capacity": "1MiB"}, {"type": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
     monkeypatch.setattr("kvtier.connectors.lmcache.adapter._EXPIRE_EVERY_S", 600.0)
-    driver = drive(tiers=tiers, promote_deadline="10m", lease="1h")  # nobody looks before the test has failed
+    driver = drive(tiers=tiers, promote_deadline="240s", lease="1h")  # nobody looks before the test has failed
     adapter, store = driver.adapter, driver.adapter._chunks.store
     driver.store(keys(6), driver.objects(6, fill=1))
     assert store.flush(60.0)
