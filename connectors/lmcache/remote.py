@@ -18,6 +18,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvtier.connectors.lmcache.chunk_store import ChunkStore
 from kvtier.connectors.lmcache.chunks import Chunk, layout_of, object_chunk, partial_layout, shapes_of
+from kvtier.connectors.lmcache.host import check_calls
 from kvtier.connectors.lmcache.identity import decode_text, encode_text
 from kvtier.connectors.lmcache.options import AdapterOptions
 from kvtier.errors import CodecError, ConfigError
@@ -35,7 +36,8 @@ class KvtierConnectorAdapter(ConnectorAdapter):
         super().__init__("plugin://kvtier")
 
     def create_connector(self, context: ConnectorContext) -> RemoteConnector:
-        """Raises ConfigError for a mistake in the options."""
+        """Raises ConfigError for a mistake in the options, EngineError for an LMCache that would call us otherwise."""
+        check_calls(KvtierRemoteConnector, RemoteConnector)
         return KvtierRemoteConnector(context)
 
 
