@@ -420,7 +420,7 @@ class TierTests(ABC):
 
     def test_touched_pages_stay_and_demoted_ones_go(self, tier: Tier) -> None:
         if tier.capabilities.shared:
-            pytest.skip("its server keeps the order")
+            pytest.skip("this tier leaves the order to a server of its own")
         fits = CAPACITY_BYTES // PAGE_BYTES
         for n in range(fits):  # one by one: the pages of one call are stored in any order
             put(tier, [n])
@@ -431,7 +431,7 @@ class TierTests(ABC):
 
     def test_protected_pages_stay(self, tier: Tier) -> None:
         if tier.capabilities.shared:
-            pytest.skip("its server keeps the order")
+            pytest.skip("this tier leaves the order to a server of its own")
         fits = CAPACITY_BYTES // PAGE_BYTES
         put(tier, range(fits))
         assert tier.protect_many([key_of(n) for n in (0, 1, 5000)], True) == 2
@@ -444,7 +444,7 @@ class TierTests(ABC):
 
     def test_pages_of_a_lower_priority_go_first(self, tier: Tier) -> None:
         if tier.capabilities.shared:
-            pytest.skip("its server keeps the order")
+            pytest.skip("this tier leaves the order to a server of its own")
         fits = CAPACITY_BYTES // PAGE_BYTES
         items = [item_of(key_of(n), PAGE_BYTES) for n in range(fits)]
         ranked = [i._replace(meta=i.meta._replace(priority=n % 3 - 1)) for n, i in enumerate(items)]

@@ -23,7 +23,7 @@ LOOKUP_S = 1e-3
 ATTEMPTS = 5
 
 
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.skipif(shutil.which("fio") is None, reason="no fio: apt-get install fio")
 def test_nvme_over_fio(tmp_path: Path) -> None:
     reaches(lambda: run(tmp_path, tiers=("nvme",), rounds=3, batch_bytes=128 << 20, fio_s=1), NVME_OVER_FIO / 2)
 

@@ -26,7 +26,7 @@ class TestLossless(CodecContract):
     max_error = 0.0
 
     def make_codec(self) -> Codec:
-        pytest.importorskip("zstandard")
+        pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
         return codec("lossless")
 
 

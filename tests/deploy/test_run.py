@@ -58,7 +58,7 @@ def namespaces() -> None:
     try:
         Namespaces().close()
     except OSError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"no namespaces of Linux can be made here: {error}")
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_the_suites_of_the_pages_can_fail(what: str, tmp_path: Path) -> None:
 
 
 def test_the_method_of_the_page_compacts() -> None:
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="safetensors is not installed: pip install 'kvtier[transformers]'")
     from tests.compact_models import context, tiny
 
     names = {"model": tiny("llama"), "context_ids": context(40), "question_ids": context(5, seed=1)}
@@ -135,7 +135,7 @@ def test_the_method_of_the_page_compacts() -> None:
 
 def test_a_context_is_written_compacted_and_answered_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of the page with its command between them, for a tiny model and a tokenizer of words."""
-    pytest.importorskip("scipy")
+    pytest.importorskip("scipy", reason="scipy is not installed: pip install 'kvtier[compaction]'")
     import tokenizers
     import transformers
     from typer.testing import CliRunner

@@ -84,7 +84,7 @@ def test_codecs_are_measured_without_others_packages(
 def test_a_package_that_cannot_be_imported_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
     monkeypatch.setitem(sys.modules, "torchao.prototype.mx_formats.nvfp4_tensor", None)
     hide(monkeypatch, "lmcache")
     rows = bench_codec.run(dtypes=("bf16",), impls=(_native.isas()[0],), **CODEC)

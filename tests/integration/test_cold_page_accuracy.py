@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvtier[transformers]'")
 
 from kvtier.build import default_quant
 from kvtier.cli.eval_cold_page import PAGE_TOKENS, ColdPageEval

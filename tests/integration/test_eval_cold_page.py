@@ -32,8 +32,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, A
 def test_every_form_in_one_list_and_a_report_that_grows(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("zstandard")
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     common = ("cold-page", "--model", str(folder), "--windows", "2", "--continuation", "16", "--report", str(tmp_path))
     rows = run(capsys, *common, "--contexts", "192", "--keys", "1", "--again")
     assert all(list(row) == KEYS for row in rows)
@@ -68,7 +68,7 @@ def test_every_form_in_one_list_and_a_report_that_grows(
 
 
 def test_lossless_on_a_models_own_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("zstandard")
+    pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
     rows = run(capsys, "lossless", "--model", str(folder), "--tokens", "128")
     assert [row["dtype"] for row in rows] == ["bf16", "fp16", "fp32", "fp8_e4m3"]
     for row in rows:
@@ -94,7 +94,7 @@ def test_no_value_of_any_type_moves_after_its_first_trip(dtype: str, count: int,
 
 
 def test_the_round_trip_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     rows = run(capsys, "round-trip", "--trips", "2", "--plot", str(tmp_path / "plot.png"))
     assert len(rows) == 4 * 2 * 2
     assert all(row["changed"] == 0 for row in rows if row["trip"] == 2 and row["fp8_scale"] == 1)

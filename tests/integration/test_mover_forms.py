@@ -73,7 +73,7 @@ def restore(mover: PageMover) -> list[Bits]:
 def test_pages_come_back_after_a_restart(tmp_path: Path, options: dict[str, Any], largest: float) -> None:
     """K within `largest`, V within what NVFP4 costs; from disk, so that the record's form is what is read."""
     if options.get("quant") == "lossless":
-        pytest.importorskip("zstandard")
+        pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
     data = values()
     with open_mover(tmp_path, **options) as mover:
         assert offload(mover, data) == {OffloadOutcome.STORED: PAGES}
@@ -105,7 +105,7 @@ def test_rotary_options_are_refused_where_all_of_k_rotates(tmp_path: Path) -> No
 
 
 def test_lossless_pages_take_less_than_raw_ones(tmp_path: Path) -> None:
-    pytest.importorskip("zstandard")
+    pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
     with open_mover(tmp_path, quant="lossless") as mover:
         offload(mover, values())
         snapshot = mover.store.ledger.snapshot()

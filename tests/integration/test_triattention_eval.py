@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_records_of_quality_and_speed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 20)
     plot = tmp_path / "plot.png"

@@ -92,7 +92,7 @@ def test_the_report_says_what_it_counts() -> None:
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     report.plot(result().turns, tmp_path / "out", QUIET)
     assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
 

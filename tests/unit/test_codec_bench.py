@@ -86,7 +86,7 @@ def test_others_are_measured_in_the_same_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchao_takes_the_benchs_values() -> None:
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
     pages = bench_codec._Pages("mha", DType.BF16, HotLayout.HND, 4 << 20)
     found = bench_codec_others.work(pages.arrays, "bf16")
     other = found[bench_codec_others.TORCHAO, "encode"]

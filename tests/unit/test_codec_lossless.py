@@ -17,7 +17,7 @@ from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels import _native
 from kvtier.spec import DType, PageSpec
 
-pytest.importorskip("zstandard")
+pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN = bytes.fromhex(json.loads((FOLDER / "codec_lossless-v1.json").read_text())["hex"])

@@ -114,7 +114,7 @@ def test_batches_of_any_size(isa: str, form: str, pages: int) -> None:
         assert result.checksums[i].tobytes() == _native.xxh3_128(cold[i].copy(), i)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: apt-get install g++")
 @pytest.mark.timeout(1200)  # half a minute of compiling, on a machine that may have other work
 def test_the_kernels_under_sanitizers(tmp_path: Path) -> None:
     done = subprocess.run(["bash", CHECKS, tmp_path, "native"], capture_output=True, text=True, timeout=1100)

@@ -85,7 +85,9 @@ def test_what_it_says_of_bytes_and_tokens() -> None:
 
 
 def test_safetensors_itself_reads_it(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip(
+        "safetensors", reason="safetensors is not installed: pip install 'kvtier[transformers]'"
+    )
     path = tmp_path / "prefix.safetensors"
     example().save(path)
     with safetensors.safe_open(path, "pt") as file:

@@ -88,7 +88,7 @@ def test_differences_are_paired_by_question_and_counted_by_context() -> None:
 
 
 def test_the_page_marks_only_what_is_larger_than_its_noise(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     plan = Plan("", ("tools",), 3, ("random", "kvzip"), (0.5, 0.9), 2)
     rows = [measured("full", 0.0, run, [0.5, 0.6], [True, True]) for run in range(3)]
     for run, better in enumerate((1.0, 1.1, 0.9)):

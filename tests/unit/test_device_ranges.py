@@ -45,7 +45,7 @@ def test_host_memory_has_no_ranges(recorder: Recorder) -> None:
 
 
 def test_without_cuda_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvtier[torch]'")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ranges._nvtx.cache_clear()
     try:

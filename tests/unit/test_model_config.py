@@ -43,7 +43,9 @@ def block(**options: Any) -> Config:
 
 
 def test_a_transformers_model_that_rotates_a_part_of_its_keys() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install 'kvtier[transformers]'"
+    )
     from kvtier.connectors.transformers import page_spec_of
 
     config = transformers.GPTNeoXConfig(
@@ -77,7 +79,7 @@ def fp8_pool(torch: Any, **change: Any) -> Any:
 
 
 def test_an_sglang_pool_in_fp8_has_the_checkpoints_scales_and_the_models_rotary_columns(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvtier[torch]'")
     from kvtier.connectors.sglang.identity import cache_values
     from kvtier.connectors.sglang.pools import DevicePool
     from kvtier.errors import EngineError
@@ -111,7 +113,7 @@ def test_an_sglang_pool_in_fp8_has_the_checkpoints_scales_and_the_models_rotary_
 
 
 def test_fp8_pages_of_an_sglang_pool_come_back() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvtier[torch]'")
     from kvtier.connectors.sglang.pools import DevicePool
 
     pool = fp8_pool(torch)

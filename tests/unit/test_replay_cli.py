@@ -124,7 +124,7 @@ def test_a_sweep_of_a_closed_loop(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvtier[demo]'")
     path = tmp_path / "curve.png"
     run(capsys, f"mooncake-synthetic --sweep --sizes 200GB,400GB --plot {path}")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -265,7 +265,7 @@ def test_recording_ends_at_its_largest_size(tmp_path: Path) -> None:
     assert read_trace(str(tmp_path / "r")).requests == recorder.recorded_requests
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
     recorder = LookupRecorder(tmp_path / "r", page_tokens=16)
     with Path("/dev/full").open("wb", buffering=0) as full:

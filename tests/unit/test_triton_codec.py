@@ -26,8 +26,8 @@ from kvtier.testing.codecs import reference_parts
 from tests import hot_pages
 from tests.hot_pages import pool_of
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvtier[torch]'")
+pytest.importorskip("triton", reason="triton is not installed: pip install 'kvtier[triton]'")
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
     from kvtier.kernels.nvfp4 import triton as kernels
     from kvtier.kernels.nvfp4 import triton_pages

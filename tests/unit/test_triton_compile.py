@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is not installed: pip install 'kvtier[triton]'")
 
 TOOL = Path(__file__).parents[2] / "tools" / "triton_resources.py"
 ARCHITECTURES = (80, 89, 90, 100, 120)

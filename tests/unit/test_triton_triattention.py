@@ -15,7 +15,7 @@ from kvtier.kernels.rowpack import reference as pack_reference
 from kvtier.kernels.rowpack.sequences import PagedSequence
 from kvtier.kernels.triattention import fast, reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is not installed: pip install 'kvtier[triton]'")
 with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
     from kvtier.kernels.rowpack import triton as rowpack
     from kvtier.kernels.triattention import triton as device

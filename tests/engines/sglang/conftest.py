@@ -99,7 +99,7 @@ def opened(tiny: Path, lab: Any) -> Iterator[Any]:
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cache server."""
-    pytest.importorskip("redis")
+    pytest.importorskip("redis", reason="redis is not installed: pip install 'kvtier[redis]'")
     from .cache_server import Server
 
     running = Server(tmp_path_factory.mktemp("s"))

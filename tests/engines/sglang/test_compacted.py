@@ -220,7 +220,7 @@ def test_stages_of_a_pipeline_refuse_to_start(tiny: Path, tmp_path: Path) -> Non
         assert "--pp-size 1" in told and "prefix.safetensors" in told
 
 
-@pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="make test-sglang-long")
+@pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="takes minutes: make test-sglang-long runs it")
 @pytest.mark.timeout(600)
 def test_an_engine_of_two_ranks_answers_as_transformers_does(
     start: Any, example: Example, monkeypatch: pytest.MonkeyPatch

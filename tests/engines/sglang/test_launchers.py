@@ -29,7 +29,9 @@ PAGE, PAGES = 16, 12
 ROWS = 80
 TOKENS = [(i * 13) % 500 + 5 for i in range(PAGE * PAGES + 8)]
 
-long = pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="make test-sglang-long")
+long = pytest.mark.skipif(
+    os.environ.get("KVTIER_TEST_LONG") != "1", reason="takes minutes: make test-sglang-long runs it"
+)
 
 
 def command(launcher: str, folder: Path) -> list[str]:

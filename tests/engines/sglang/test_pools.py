@@ -34,7 +34,7 @@ def test_pages_come_back_bit_for_bit(start_pools: Any, tiny: Path, kind: str, pa
     from .pool_engines import equal
 
     if quant == "lossless":
-        pytest.importorskip("zstandard")
+        pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'kvtier[lossless]'")
     engine = start_pools(tiny, config(**method(quant)), kind, page=page)
     free = engine.free()
     tokens = tokens_of(page)

@@ -18,7 +18,9 @@ from .ranked import PAGE, Rank, Scheduler, prompt, run_ranks
 pytestmark = pytest.mark.timeout(600)
 SHAPES = [pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2"), pytest.param((2, 2), id="tp2-pp2")]
 PAGES = 8
-long = pytest.mark.skipif(os.environ.get("KVTIER_TEST_LONG") != "1", reason="make test-sglang-long")
+long = pytest.mark.skipif(
+    os.environ.get("KVTIER_TEST_LONG") != "1", reason="takes minutes: make test-sglang-long runs it"
+)
 
 
 def block(folder: Path, **more: Any) -> dict[str, Any]:
@@ -326,7 +328,7 @@ def test_ranks_of_a_host_share_a_cache_server(start: Any, tiny: Path, tmp_path_f
     from .cache_server import Server
     from .harness import same
 
-    pytest.importorskip("redis")
+    pytest.importorskip("redis", reason="redis is not installed: pip install 'kvtier[redis]'")
     folder = tmp_path_factory.mktemp("r")
     whole = PAGES * PAGE
     server = Server(folder, "socket")
