@@ -96,6 +96,7 @@ def read_source(path: str) -> Source:
         )
     blocks = tuple(_blocks(document))
     mistakes = [mistake for block in blocks for mistake in _own_mistakes(block)]
+    mistakes += _misspelt_keys(document)
     if not blocks and isinstance(document, dict):
         blocks = (Block((), "block", document),)
     if not blocks and not mistakes:
@@ -218,6 +219,23 @@ def _own_mistakes(block: Block) -> Iterator[Mistake]:
     others = sorted(set(given) - set(LMCACHE_OWN) - set(misspelt))
     if "config" in given and others:
         yield wrong("config", given["config"], f"is given together with {', '.join(others)}: write them into the file")
+
+
+def _misspelt_keys(document: Any, place: Place = ()) -> Iterator[Mistake]:
+    """Of an ``--l2-adapter`` of ours: LMCache passes over names that it does not know, and our options with them."""
+    if isinstance(document, list):
+        for n, inner in enumerate(document):
+            yield from _misspelt_keys(inner, (*place, n))
+    if not isinstance(document, dict):
+        return
+    if str(document.get("module_path", "")).startswith(_LMCACHE_MODULE):
+        for name in document:
+            if name != "adapter_params" and difflib.get_close_matches(str(name), ["adapter_params"]):
+                here = (*map(str, place), str(name))
+                text = f"unknown option {written(here)!r}, which LMCache passes over; did you mean 'adapter_params'?"
+                yield Mistake(here, written(here), document[name], text)
+    for name, inner in document.items():
+        yield from _misspelt_keys(inner, (*place, name))
 
 
 def _misspelt_own(given: Mapping[str, Any]) -> dict[str, str]:
