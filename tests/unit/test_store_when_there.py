@@ -7,15 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.abc.tier import PageMeta, Slot
-from kvtier.keys import checksum
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
-from kvtier.testing.store_machine import page_bytes, page_key
-
-SLOT = 4096
-PATIENCE_S = 60.0
+from kvtier.testing.store_machine import page_key
+from tests.store_pages import PATIENCE_S, SLOT, keys, put_all
 
 
 @pytest.fixture
@@ -32,16 +28,10 @@ def store(lower: DictTier) -> Iterator[TieredStore]:
 
 
 def put_below(store: TieredStore, *pages: int) -> list[bytes]:
-    keys = [page_key(page) for page in pages]
-    for page, key in zip(pages, keys, strict=True):
-        data = page_bytes(page)
-        (slot,) = store.reserve([key], [len(data)], PATIENCE_S)
-        assert isinstance(slot, Slot)
-        store.host.view(slot)[:] = data
-        store.commit([key], [slot], [PageMeta(len(data), 1, page, checksum(data, key), bytes(16))])
+    put_all(store, pages)
     assert store.flush(PATIENCE_S)
-    store.host.delete_many(keys)
-    return keys
+    store.host.delete_many(keys(*pages))
+    return keys(*pages)
 
 
 def test_the_last_page_to_come_is_told(store: TieredStore, lower: DictTier) -> None:
