@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import pytest
@@ -21,30 +22,31 @@ def test_the_installed_release_fits_and_is_the_one_that_is_named() -> None:
     check_calls(KvtierRemoteConnector, RemoteConnector)
 
 
-@pytest.mark.parametrize("drift", ["another parameter", "another name", "another method"])
-def test_a_release_with_other_calls_is_refused_by_name(drift: str) -> None:
-    import abc
+def another_parameter(self: Any, keys: Any, reason: Any) -> None: ...
 
+
+def another_name(self: Any, keys: Any, memory: Any) -> None: ...
+
+
+@abc.abstractmethod
+def another_method(self: Any, keys: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("submit_unlock", another_parameter),
+        ("submit_load_task", another_name),
+        ("submit_pin_task", another_method),
+    ],
+)
+def test_a_release_with_other_calls_is_refused_by_name(name: str, method: Any) -> None:
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
     from kvtier.connectors.lmcache import KvtierL2Adapter
     from kvtier.connectors.lmcache.host import check_calls
 
-    class Later(L2AdapterInterface):
-        if drift == "another parameter":
-
-            def submit_unlock(self, keys: Any, reason: Any) -> None: ...
-
-        elif drift == "another name":
-
-            def submit_load_task(self, keys: Any, memory: Any) -> Any: ...
-
-        else:
-
-            @abc.abstractmethod
-            def submit_pin_task(self, keys: Any) -> int: ...
-
-    ours = type("Ours", (KvtierL2Adapter, Later), {})
-    changed = {"another parameter": "submit_unlock", "another name": "submit_load_task"}.get(drift, "submit_pin_task")
-    with pytest.raises(EngineError, match=rf"Later\.{changed} .* works with LMCache 0\.5\.6: install that, or start"):
-        check_calls(ours, Later)
+    later = type("Later", (L2AdapterInterface,), {name: method})
+    ours = type("Ours", (KvtierL2Adapter, later), {})
+    with pytest.raises(EngineError, match=rf"Later\.{name} .* works with LMCache 0\.5\.6: install that, or start"):
+        check_calls(ours, later)

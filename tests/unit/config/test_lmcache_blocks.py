@@ -50,7 +50,7 @@ def test_misspelt_options_of_the_door_are_told_what_they_are_meant_for(
 def test_a_misspelt_place_of_the_block_is_told_since_lmcache_passes_over_it(
     run: Run, write: Callable[..., str]
 ) -> None:
-    for document in ({**ADAPTER, "adapter_param": {"attention": "vllm"}}, {"l2-adapter": [{**ADAPTER, "params": 1}]}):
+    for document in ({**ADAPTER, "adapter_param": {"attention": "vllm"}}, {"l2-adapter": [{**ADAPTER, "persist": 1}]}):
         code, out, _ = run("validate", write(json.dumps(document)))
         wrong = "adapter_param" in document
         assert code == wrong and ("did you mean 'adapter_params'" in out) == wrong
