@@ -101,7 +101,8 @@ def test_pages_are_sent_at_once_after_a_batch_that_was_new(server: RedisServer, 
     def calls() -> tuple[int, int]:
         with client_of(server) as client:
             told = client.info("commandstats")
-        return tuple(told.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("exists", "set"))  # type: ignore[return-value]
+        exists, sets = (int(told.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in ("exists", "set"))
+        return exists, sets
 
     new, there = [PutStatus.STORED] * 3, [PutStatus.EXISTS] * 3
     assert put(tier, range(3)) == new and calls() == (1, 3)
@@ -313,6 +314,37 @@ def test_a_frozen_server_does_not_hold_up_pages_sent_by_reference(server: RedisS
     finally:
         server.thaw()
     wait_for(lambda: get(tier, range(1)) == [GetStatus.HIT], "the server is not used again", PATIENCE_S)
+
+
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_a_server_killed_in_the_middle_of_a_batch(
+    server: RedisServer, tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that need several windows: those that were read are right, and each of the others is a failure."""
+    nbytes, count = 1152 << 10, range(12)
+    used = server if over == "tcp" else RedisServer(tmp_path / "unix", *LRU, socket_path=tmp_path / "r.sock")
+    tier = RedisTier(RedisOptions.of(used.url, timeout_s=PATIENCE_S))
+    try:
+        assert put(tier, count, nbytes) == [PutStatus.STORED] * 12
+        assert get(tier, count, nbytes) == [GetStatus.HIT] * 12
+        read, calls = tier._incoming.read, []
+
+        def reading(connection: Any, key: bytes, out: memoryview) -> Any:
+            calls.append(key)
+            if len(calls) == 3:
+                used.stop()
+            return read(connection, key, out)
+
+        monkeypatch.setattr(tier._incoming, "read", reading)
+        statuses = get(tier, count, nbytes)
+        hits = statuses.count(GetStatus.HIT)
+        assert 2 <= hits <= 6 and statuses == [GetStatus.HIT] * hits + [GetStatus.FAILED] * (12 - hits)
+        assert tier.counters().open_connections == 0
+        used.start()
+        assert get(tier, count, nbytes) == [GetStatus.ABSENT] * 12
+    finally:
+        tier.close()
+        used.stop()
 
 
 # ---- protected

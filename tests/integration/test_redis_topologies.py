@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from kvtier.storage_backends.redis.options import RedisOptions
 from kvtier.storage_backends.redis.tier import RedisTier
 from kvtier.storage_backends.redis.topology import slot_of
 from kvtier.testing import redis_servers
-from kvtier.testing.pages import key_of
+from kvtier.testing.pages import aligned_buffer, belongs, key_of
 from kvtier.testing.redis_servers import RedisCluster, RedisServer, ask, find_server, kept_port, kinds, wait_for
 from tests.redis_pages import LRU, PATIENCE_S, get, put
 
@@ -183,6 +184,107 @@ def test_cluster_ask_is_followed_without_changing_the_picture(cluster: RedisClus
     assert tier.counters().refreshes == refreshes
     assert cluster.ask(1, "CLUSTER", "COUNTKEYSINSLOT", str(slot)) == "1"
     tier.close()
+
+
+LARGE = 1 << 20
+SHARE = 10
+"""Pages of each node in one batch: more than are asked for ahead."""
+
+
+@pytest.fixture
+def batch(cluster: RedisCluster) -> Iterator[tuple[RedisTier, list[list[int]]]]:
+    """A tier, and large pages that are in it, by the node that has them."""
+    tier = RedisTier(RedisOptions.of(cluster.url, timeout_s=PATIENCE_S))
+    shares: list[list[int]] = [[], [], []]
+    n = 0
+    while min(map(len, shares)) < SHARE:
+        share = shares[slot_of(tier._name(key_of(n))) * 3 // 16384]
+        if len(share) < SHARE:
+            share.append(n)
+            assert put(tier, range(n, n + 1), LARGE) == [PutStatus.STORED]
+        n += 1
+    assert [cluster.owner(slot_of(tier._name(key_of(share[0])))) for share in shares] == [0, 1, 2]
+    yield tier, shares
+    tier.close()
+
+
+def get_numbers(tier: RedisTier, numbers: list[int], before_reading: Callable[[int], None]) -> dict[int, GetStatus]:
+    """One batch, its hits' bytes found right; before_reading: called with the number of each page that is due."""
+    keys = [key_of(n) for n in numbers]
+    outs = [aligned_buffer(LARGE) for _ in keys]
+    read = tier._incoming.read
+    number_of = dict(zip(keys, numbers, strict=True))
+
+    def reading(connection: Any, key: bytes, out: memoryview) -> Any:
+        before_reading(number_of[key])
+        return read(connection, key, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier._incoming, "read", reading)
+        results = tier.get_many_into(keys, outs)
+    for key, out, result in zip(keys, outs, results, strict=True):
+        assert result.status is not GetStatus.HIT or belongs(key, out)
+    return {n: result.status for n, result in zip(numbers, results, strict=True)}
+
+
+def test_a_node_killed_in_the_middle_of_a_batch(
+    cluster: RedisCluster, batch: tuple[RedisTier, list[list[int]]]
+) -> None:
+    """Every page of the other nodes is a hit; of its own, what it had sent, and a failure for each of the rest."""
+    tier, shares = batch
+    read: list[int] = []
+
+    def before_reading(n: int) -> None:
+        read.append(n)
+        if len(read) == 2:
+            cluster.nodes[2].stop()
+
+    statuses = get_numbers(tier, [n for ns in zip(*shares, strict=True) for n in ns], before_reading)
+    assert {statuses[n] for n in shares[0] + shares[1]} == {GetStatus.HIT}
+    lost = [statuses[n] for n in shares[2]]
+    assert set(lost) <= {GetStatus.HIT, GetStatus.FAILED}
+    assert lost.count(GetStatus.FAILED) >= SHARE - 5, "it was asked for three more than were read"
+    assert lost == sorted(lost, key=lambda status: status is GetStatus.FAILED)
+    assert sorted(node.breaker._failures for node in tier._topology.nodes()) == [0, 0, 1]
+
+
+def test_a_node_that_hangs_keeps_nobody_from_the_pages_of_the_others(
+    cluster: RedisCluster, batch: tuple[RedisTier, list[list[int]]]
+) -> None:
+    """It goes on once every page of theirs was read, and its own are read then."""
+    tier, shares = batch
+    left = set(shares[0] + shares[1])
+    frozen = cluster.nodes[2]
+
+    def before_reading(n: int) -> None:
+        left.discard(n)
+        if not left:
+            frozen.thaw()
+
+    frozen.freeze()
+    try:
+        statuses = get_numbers(tier, shares[2] + shares[1] + shares[0], before_reading)
+    finally:
+        frozen.thaw()
+    assert set(statuses.values()) == {GetStatus.HIT}
+    assert tier.counters().breaker_opened == 0
+
+
+def test_a_slot_that_moves_in_the_middle_of_a_batch(
+    cluster: RedisCluster, batch: tuple[RedisTier, list[list[int]]]
+) -> None:
+    tier, shares = batch
+    read: list[int] = []
+
+    def before_reading(n: int) -> None:
+        read.append(n)
+        if len(read) == 2:
+            migrate(cluster, slot_of(tier._name(key_of(shares[0][-1]))), 0, 1)
+
+    statuses = get_numbers(tier, [*shares[0], *shares[1], *shares[2]], before_reading)
+    assert set(statuses.values()) == {GetStatus.HIT}
+    assert tier.counters().redirects == 1
+    assert read.count(shares[0][-1]) == 2, "sent on, and found"
 
 
 def migrate(cluster: RedisCluster, slot: int, source: int, target: int) -> None:
