@@ -206,6 +206,11 @@ class EngineProcess:
         return answer
 
 
+def prompt(n: int, length: int = 200) -> list[int]:
+    """Token ids that only prompt `n` begins with."""
+    return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
+
+
 def cores_of(ranks: int) -> str:
     """For SGLANG_CPU_OMP_THREADS_BIND: one core for each rank, of those that there are."""
     cores = sorted(os.sched_getaffinity(0))

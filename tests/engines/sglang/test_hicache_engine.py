@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .engine_process import EngineProcess
+from .engine_process import EngineProcess, prompt
 
 RAW = {"algorithm": "quantization_for_cold_page", "quant": "none"}
 
@@ -34,10 +34,6 @@ def run(tmp_path: Path) -> Iterator[Any]:
     yield start
     for engine in running:
         engine.kill()
-
-
-def prompt(n: int, length: int = 200) -> list[int]:
-    return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
 
 
 def flush(engine: EngineProcess) -> None:

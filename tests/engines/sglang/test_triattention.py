@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .engine_process import EngineProcess, cores_of
+from .engine_process import EngineProcess, cores_of, prompt
 from .masked_reference import MaskedReference, statistics
 
 BUDGET, BETA = 24, 8
@@ -44,10 +44,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield start
     for engine in running:
         engine.kill()
-
-
-def prompt(n: int, length: int = 50) -> list[int]:
-    return [(n * 37 + i * (n + 3)) % 500 + 5 for i in range(length)]
 
 
 def evicted(engine: EngineProcess, rank: int = 0) -> tuple[int, int]:
@@ -105,11 +101,11 @@ def test_single_tokens_as_pages_and_nothing_changes_below_the_budget(run: Any, t
 
     # Budget 64, beta 64: with 256 rows of generated tokens written, rounds at 128, 192 and 256 have evicted 192. The
     # last of 257 tokens is not written; that of 256 leaves 255 rows, and of 258 reads what the third round left.
-    want = MaskedReference(tiny, statistics(), "union", 64, 64).generate(prompt(3), 258)
+    want = MaskedReference(tiny, statistics(), "union", 64, 64).generate(prompt(3, 50), 258)
     assert want.evicted == 192
     before = (0, 0)
     for tokens, rounds in ((256, 2), (257, 3), (258, 3)):
-        assert engine.one(f"long-{tokens}", prompt(3), tokens=tokens)["ids"] == want.tokens[:tokens]
+        assert engine.one(f"long-{tokens}", prompt(3, 50), tokens=tokens)["ids"] == want.tokens[:tokens]
         after = evicted(engine)
         assert after == (before[0] + 64 * rounds, before[1] + rounds)
         before = after
@@ -119,7 +115,7 @@ def test_single_tokens_as_pages_and_nothing_changes_below_the_budget(run: Any, t
 
     assert_as_reference(engine, tiny, "union", budget=64, beta=64, tokens=200)
 
-    refused = engine.one("beams", prompt(5), more={"sampling": {"beam_width": 2}})
+    refused = engine.one("beams", prompt(5, 50), more={"sampling": {"beam_width": 2}})
     assert "beam_width = 2" in str(refused) and "cannot be searched by beams" in str(refused)
     assert_idle(engine)
 
