@@ -376,8 +376,8 @@ def test_an_engine_of_several_ranks(
 ) -> None:
     """The whole engine, from whose last rank every stored page is taken away while it runs."""
     from .engine_process import EngineProcess, cores_of
+    from .engine_process import prompt as ids
     from .test_engine import RAW
-    from .test_engine import prompt as ids
 
     ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", cores_of(ranks))
