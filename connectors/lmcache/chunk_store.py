@@ -61,9 +61,9 @@ class Found:
     asked for. pages: index of each chunk in `lookup`, which has one page for a chunk that is asked for twice."""
 
     lookup: Lookup
-    layouts: tuple[ChunkLayout, ...]
-    hashes: tuple[bytes, ...]
-    pages: tuple[int, ...]
+    layouts: Sequence[ChunkLayout]
+    hashes: Sequence[bytes]
+    pages: Sequence[int]
 
     @property
     def ready(self) -> list[bool]:
@@ -100,6 +100,8 @@ class ChunkStore:
         self._movers: dict[ChunkLayout, PageMover] = {}
         self._namespaces: dict[ChunkLayout, Namespace] = {}
         self._numbers = itertools.count()
+        self._removals = itertools.count(1)
+        self._last_removal = 0
         self._closed = False
         self._too_large: set[int] = set()
         self.store: TieredStore = open_store(
@@ -237,14 +239,16 @@ class ChunkStore:
 
     def _enter(self, keys: Sequence[bytes], hashes: Sequence[bytes]) -> list[bool]:
         """List those of these chunks that are in a tier of this node; which were not listed before."""
+        before = self._last_removal
         nbytes = self._lengths(keys)
         here = [i for i, n in enumerate(nbytes) if n >= 0]
-        added = self.catalogue.add((keys[i], Known(hashes[i], nbytes[i])) for i in here)
+        added = self.catalogue.add([(keys[i], Known(hashes[i], nbytes[i])) for i in here])
         fresh = [False] * len(keys)
         for i, new in zip(here, added, strict=True):
             fresh[i] = new
-        # One that left between the two was not listed yet when that was told.
-        self._forget_absent([keys[i] for i in here if fresh[i]])
+        if self._last_removal != before:
+            # One that left between the two was not listed yet when that was told.
+            self._forget_absent([keys[i] for i in here if fresh[i]])
         return fresh
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
@@ -260,13 +264,17 @@ class ChunkStore:
         """Look chunks up, each of use by itself; pins what is in host memory and starts the promotion of the rest.
         `release` must follow."""
         keys: list[bytes] = [b""] * len(hashes)
-        keyed = tuple(_keyed_by(layout) for layout in layouts)
+        keyed = [_keyed_by(layout) for layout in layouts]
         for layout, members in _by_layout(keyed).items():
             for i, key in zip(members, self.keys_of(layout, [hashes[i] for i in members]), strict=True):
                 keys[i] = key
-        unique = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-        lookup = self.store.lookup(f"lmcache-{next(self._numbers)}", list(unique), sparse=True)
-        return Found(lookup, keyed, tuple(hashes), tuple(unique[key] for key in keys))
+        unique = list(dict.fromkeys(keys))
+        pages: Sequence[int] = range(len(keys))
+        if len(unique) < len(keys):
+            at = {key: n for n, key in enumerate(unique)}
+            pages = [at[key] for key in keys]
+        lookup = self.store.lookup(f"lmcache-{next(self._numbers)}", unique, sparse=True)
+        return Found(lookup, keyed, hashes, pages)
 
     def onboard(
         self, found: Found, wanted: Sequence[int], chunks: Sequence[Chunk], done: Callable[[set[int]], object]
@@ -364,6 +372,7 @@ class ChunkStore:
         return self.catalogue.behind(b"", len(self.catalogue))
 
     def _removed(self, keys: Sequence[bytes], removal: Removal) -> None:
+        self._last_removal = next(self._removals)  # before it is seen which of them are listed
         self._forget_absent([key for key in keys if key in self.catalogue])
 
     def _forget_absent(self, keys: Sequence[bytes]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +88,7 @@ def _whole_buffers(layout: ChunkLayout, start: int) -> tuple[HotBuffer, ...]:
     return _buffers(layout, start, _MOST_BYTES * layout.spec.page_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk in memory: its layout, its address, and what keeps the memory alive. tokens: of a partial one."""
 
     layout: ChunkLayout

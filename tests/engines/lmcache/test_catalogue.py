@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_pages_of_many_chunks_while_they_change() -> None:
     from kvtier.connectors.lmcache.catalogue import Catalogue, Known
@@ -82,6 +84,28 @@ def test_listeners_hear_in_order_from_several_threads() -> None:
     for thread in threads:
         thread.join(60.0)
     assert not wrong and here == {key for key, _ in catalogue.behind(b"", 100)}
+
+
+def test_a_chunk_that_leaves_while_it_is_being_listed_is_not_listed(
+    drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .storage import keys
+
+    driver = drive()
+    chunks = driver.adapter._chunks
+    add = chunks.catalogue.add
+
+    def late(listed: Any) -> Any:
+        listed = list(listed)
+        chunks.store.host.delete_many([key for key, _ in listed])
+        return add(listed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks.catalogue, "add", late)
+        driver.store(keys(3), driver.objects(3, fill=1))
+    assert not chunks.known() and not driver.adapter.get_usage().bytes_by_cache_salt
+    driver.store(keys(3), driver.objects(3, fill=1))
+    assert len(chunks.known()) == 3
 
 
 def test_what_is_listed_is_what_two_tiers_hold(drive: Any, tmp_path: Path) -> None:
