@@ -37,6 +37,7 @@ from kvtier.connectors.lmcache.tasks import TaskBoard
 _log = logging.getLogger(__name__)
 
 _EXPIRE_EVERY_S = 5.0
+_NO_LIMIT_BYTES = 1 << 60
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -346,11 +347,13 @@ class KvtierL2Adapter(L2AdapterInterface):
             after = some[-1][0]
 
     def get_usage(self) -> AdapterUsage:
-        """Bytes in the tiers, each counted with its own copy; by tenant, what its chunks are long, counted once."""
+        """Bytes in the tiers, each counted with its own copy; by tenant, what its chunks are long, counted once.
+        The capacity is 0, as LMCache has it, where one of them has no limit."""
         usages = [tier.usage() for tier in (self._chunks.store.host, *self._chunks.store.lower)]
+        capacity = sum(u.capacity_bytes for u in usages)
         return AdapterUsage(
             total_bytes_used=sum(u.used_bytes for u in usages),
-            total_capacity_bytes=sum(u.capacity_bytes for u in usages),
+            total_capacity_bytes=capacity if capacity < _NO_LIMIT_BYTES else 0,
             bytes_by_cache_salt=MappingProxyType(self._bytes_by_salt.copy()),
         )
 

@@ -63,6 +63,14 @@ def test_a_serde_refuses_what_it_has_no_use_for(params: dict[str, Any], message:
     make_serde({"type": "kvtier_nvfp4", "attention": "vllm", "salt": "s", "max_workers": 2}).close()
 
 
+def test_capacity_is_what_lmcache_understands_where_a_tier_has_no_limit(drive: Any) -> None:
+    limited = drive(tiers=[HOST])
+    assert limited.adapter.get_usage().total_capacity_bytes == 1 << 20
+    shared = {"type": "redis", "url": "redis://127.0.0.1:1"}  # nobody is there to say how much it may use
+    usage = drive(tiers=[HOST, shared]).adapter.get_usage()
+    assert usage.total_capacity_bytes == 0 and usage.usage_fraction == -1.0
+
+
 def test_a_store_that_would_begin_after_its_memory_was_taken_back_fails_unread(
     drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
