@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,7 +26,13 @@ HALF = SLOTS // 2
 class Client:
     """An exchange with scripted servers: with one, or with two that have half of the slots each. Closes them, too."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *servers: ScriptedServer, connections: int = 2) -> None:
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *servers: ScriptedServer,
+        connections: int = 2,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.servers = servers
         url = "redis://" + ",".join(str(server.address) for server in servers)
         mode = "standalone" if len(servers) == 1 else "cluster"
@@ -32,6 +40,7 @@ class Client:
         ranges = [SlotRange(*share, server.address) for share, server in zip(shares, servers, strict=False)]
         patch.setattr(topology_module, "ask_slots", lambda *_: ranges)
         options = RedisOptions.of(url, mode=mode, connections=connections, timeout_s=PATIENCE_S)
+        options = dataclasses.replace(options, tls=tls)
         self.connections = connections
         self.topology = Topology(options)
         self.exchange = Exchange(self.topology)
@@ -104,12 +113,12 @@ class _Asking:
         return iter([encode([b"GET", self._key])])
 
 
-def keys_of(count: int, half: int = 0) -> list[bytes]:
-    """Names in one half of the slots."""
+def keys_of(count: int, half: int = 0, nbytes: int = 0) -> list[bytes]:
+    """Names in one half of the slots, of `nbytes` at least."""
     found: list[bytes] = []
     n = 0
     while len(found) < count:
-        name = b"%c%d" % (b"ab"[half], n)
+        name = (b"%c%d" % (b"ab"[half], n)).ljust(nbytes, b".")
         if slot_of(name) // HALF == half:
             found.append(name)
         n += 1

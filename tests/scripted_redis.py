@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from kvtier.storage_backends.redis.options import Address
 
@@ -93,8 +95,9 @@ class ScriptedServer:
     """Runs the n-th script with the n-th connection, which is closed when that returns. What a script raises, `close`
     raises, but for a client that went away. A connection for which there is no script is closed at once."""
 
-    def __init__(self, *scripts: Script) -> None:
+    def __init__(self, *scripts: Script, tls: ssl.SSLContext | None = None) -> None:
         self._scripts: Sequence[Script] = scripts
+        self._tls = tls
         self._errors: list[BaseException] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -129,8 +132,11 @@ class ScriptedServer:
             self._threads[-1].start()
 
     def _run(self, script: Script, connected: socket.socket) -> None:
-        with connected:
+        with ExitStack() as stack:
+            stack.enter_context(connected)
             try:
+                if self._tls is not None:
+                    connected = stack.enter_context(self._tls.wrap_socket(connected, server_side=True))
                 script(Link(connected))
             except ConnectionError:
                 return

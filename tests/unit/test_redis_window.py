@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import ssl
+import subprocess
 import threading
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -178,3 +182,28 @@ def test_small_replies_that_came_together_are_read_together(monkeypatch: pytest.
         keys = shares[0] + shares[1]
         assert client.run(Batch(keys)) == keys
         assert next(looks) < 20
+
+
+def test_replies_that_a_tls_record_brought_with_others_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are in neither the socket nor our buffer, but with what decrypts them."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: apt-get install openssl")
+    command = "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout key.pem -out cert.pem -subj /CN=test"
+    subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    theirs.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    ours.check_hostname, ours.verify_mode = False, ssl.CERT_NONE
+    # With replies of 32 bytes our buffer is at its end where a reply ends.
+    shares = [keys_of(400, half, 25) for half in range(2)]
+
+    def script(link: Link) -> None:
+        link.answer(*link.keys(400))
+        link.wait_for_the_end()
+
+    servers = [ScriptedServer(script, tls=theirs) for _ in range(2)]
+    with Client(monkeypatch, *servers, tls=ours) as client:
+        keys = shares[0] + shares[1]
+        assert client.run(Batch(keys)) == keys
+        assert client.open_connections() == [1, 1]
