@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,10 @@ from kvtier.abc.tier import PageMeta
 from kvtier.cli.ls import table
 from kvtier.errors import ConfigError, KVTierError, TierPathError
 from kvtier.inventory import REMEMBERED, Description, chosen, decode, encode, group
-from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
 from kvtier.server.keyspace import label_of
-from kvtier.server.page import StatusPage
 from kvtier.storage_backends.nvme.tier import NvmeTier
 from kvtier.store import TieredStore
 from tests.named_pages import HOT_BYTES, NBYTES, PATIENCE_S, SPECS, cli, listed, namespace, open_store, put, there
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    store = open_store(tmp_path / "pages")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def url(store: TieredStore) -> Iterator[str]:
-    registry = store.ledger.registry
-    with HttpExporter(registry, HttpOptions(), page=StatusPage(registry, None, lambda: store.observer)) as exporter:
-        yield exporter.url
 
 
 def test_pages_are_told_apart_by_what_they_were_stored_under(store: TieredStore, url: str) -> None:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
 
@@ -22,30 +22,11 @@ from kvtier.below import Deletion
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import Namespace, checksum
 from kvtier.ledger import MissReason
-from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
+from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.page import StatusPage
 from kvtier.storage_backends.nvme.log import IndexLog
 from kvtier.store import TieredStore
 from tests.named_pages import NBYTES, PATIENCE_S, cli, listed, namespace, open_store, put, there
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    store = open_store(tmp_path / "pages")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def url(store: TieredStore) -> Iterator[str]:
-    registry = store.ledger.registry
-    with HttpExporter(registry, HttpOptions(), page=StatusPage(registry, None, lambda: store.observer)) as exporter:
-        yield exporter.url
 
 
 def test_purge_says_what_would_go_asks_and_deletes_no_more(store: TieredStore, url: str) -> None:

@@ -19,23 +19,9 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.server.app import CacheServer
 from kvtier.testing.redis_servers import wait_for
-from tests.cache_servers import MIB, PATIENCE_S, STARTED, client_of, rss_bytes, start
+from tests.cache_servers import MIB, PATIENCE_S, client_of, rss_bytes, start
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
-
-
-@pytest.fixture(autouse=True)
-def none_left_running() -> Iterator[None]:
-    yield
-    while STARTED:
-        STARTED.pop().stop(0.5)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[CacheServer]:
-    server = start(tmp_path)
-    yield server
-    server.stop()
 
 
 @pytest.fixture(params=[2, 3])

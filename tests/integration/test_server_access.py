@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,9 @@ from kvtier.errors import ConfigError
 from kvtier.server.app import CacheServer
 from kvtier.server.options import Listen
 from kvtier.testing.redis_servers import wait_for
-from tests.cache_servers import MIB, PATIENCE_S, STARTED, client_of, http_status, run_serve, start
+from tests.cache_servers import MIB, PATIENCE_S, client_of, http_status, run_serve, start
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
-
-
-@pytest.fixture(autouse=True)
-def none_left_running() -> Iterator[None]:
-    yield
-    while STARTED:
-        STARTED.pop().stop(0.5)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[CacheServer]:
-    server = start(tmp_path)
-    yield server
-    server.stop()
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli: apt-get install redis-tools")

@@ -23,23 +23,9 @@ import pytest
 from kvtier.server.app import CacheServer
 from kvtier.testing.redis_servers import RedisServer, find_server, wait_for
 from kvtier.testing.tiers import TierTests
-from tests.cache_servers import MIB, PATIENCE_S, STARTED, client_of, http_status, rss_bytes, run_serve, start
+from tests.cache_servers import MIB, PATIENCE_S, client_of, http_status, rss_bytes, run_serve, start
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
-
-
-@pytest.fixture(autouse=True)
-def none_left_running() -> Iterator[None]:
-    yield
-    while STARTED:
-        STARTED.pop().stop(0.5)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[CacheServer]:
-    server = start(tmp_path)
-    yield server
-    server.stop()
 
 
 def test_health_says_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from kvtier.mover import PageMover, policy_of
 from kvtier.observe import Watch
 from kvtier.replay.recorded import read_recorded
 from kvtier.server.app import CacheServer
-from kvtier.server.http import TOKEN_VARIABLE, HttpExporter, HttpOptions
+from kvtier.server.http import HttpExporter, HttpOptions
 from kvtier.server.options import ServerOptions
 from kvtier.server.page import StatusPage
 from kvtier.spec import DType, PageSpec
@@ -42,11 +42,6 @@ from kvtier.telemetry import Spans
 SPEC = PageSpec.mha(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype=DType.BF16)
 PAGES = 6
 HASHES = [bytes([n]) * 32 for n in range(PAGES)]
-
-
-@pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 class Redis:
