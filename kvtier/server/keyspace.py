@@ -134,6 +134,8 @@ class Keyspace:
         if superseded:
             store.delete(superseded)
         if voided is not None:
+            with self._lock:  # also where the clock was set back since
+                self._sequence = max(self._sequence, voided.highest_number)
             voided.opened()
 
     # ---- writing

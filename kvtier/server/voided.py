@@ -73,6 +73,11 @@ class Voided:
         """Whether `page`, found on opening, is void."""
         return page <= self._latest.get(page[:_NAME_BYTES], b"")
 
+    @property
+    def highest_number(self) -> int:
+        """Of the pages found on opening; 0 where there were none. A value gets a higher one, or it would be void."""
+        return max((int.from_bytes(page[_NAME_BYTES:], "big") for page in self._latest.values()), default=0)
+
     def opened(self) -> None:
         """`covers` is not asked any more."""
         self._latest = {}

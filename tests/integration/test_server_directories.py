@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,26 @@ def test_what_goes_while_a_directory_is_away_does_not_come_back_with_it(tmp_path
     else:
         assert found == left
     assert client.dbsize() == len(found)
+    stop(server, client)
+
+
+def test_values_written_after_the_clock_was_set_back_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_ns = 7200 * 10**9
+    clock = SimpleNamespace(time=time.time, time_ns=lambda: time.time_ns() + ahead_ns)
+    monkeypatch.setattr("kvtier.server.keyspace.time", clock)
+    server, client = start(tmp_path, ("d0",))
+    client.mset({"deleted": b"1", "overwritten": b"1"})
+    client.delete("deleted")
+    client.set("overwritten", b"2")
+    client.delete("overwritten")
+    stop(server, client)
+    ahead_ns = 0
+    server, client = start(tmp_path, ("d0",))
+    assert client.mget("deleted", "overwritten") == [None, None]
+    client.mset({"deleted": b"3", "overwritten": b"3"})
+    stop(server, client)
+    server, client = start(tmp_path, ("d0",))
+    assert client.mget("deleted", "overwritten") == [b"3", b"3"]
     stop(server, client)
 
 
