@@ -33,7 +33,7 @@ class Room:
         answers = self._host.reserve_many(keys, nbytes)
         give_up = time.monotonic() + wait_s
         hopeless = False
-        while not self._closed and any(a is PutStatus.FULL for a in answers):
+        while not self._closed and PutStatus.FULL in answers:
             self._make_evictable()
             full = [i for i, a in enumerate(answers) if a is PutStatus.FULL]
             for i, answer in zip(
@@ -43,7 +43,7 @@ class Room:
             left = give_up - time.monotonic()
             if left <= 0 or hopeless:
                 break
-            if any(a is PutStatus.FULL for a in answers):
+            if PutStatus.FULL in answers:
                 if any(isinstance(a, Slot) for a in answers):
                     break  # two writers that hold slots and wait for more would starve each other
                 hopeless = not hope()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from types import TracebackType
 from typing import NoReturn
 
@@ -62,7 +63,7 @@ def notify(listener: RemovalListener | None, removed: Sequence[Removed]) -> None
     if listener is None or not removed:
         return
     try:
-        for why, group in groupby(removed, key=lambda r: r.why):
+        for why, group in groupby(removed, key=attrgetter("why")):
             listener([r.key for r in group], why)
     except Exception:  # noqa: BLE001 - the pages are gone already: the tier's own call must end as usual
         _log.exception("the removal listener failed")

@@ -209,7 +209,7 @@ class LruOrder(Order):
 
     def victims(self) -> Iterator[int]:
         passed: set[int] = set()
-        for lane in [lane for lane, members in enumerate(self._members) if members]:
+        for lane in range(len(self._members)):
             while (row := self._next(lane, passed)) >= 0:
                 passed.add(row)
                 yield row
