@@ -13,11 +13,11 @@ import pytest
 
 from kvtier.storage_backends.redis import topology as topology_module
 from kvtier.storage_backends.redis.connection import Buffer, Connection, ReplyError, encode
-from kvtier.storage_backends.redis.discovery import SlotRange
+from kvtier.storage_backends.redis.discovery import SLOTS, SlotRange
 from kvtier.storage_backends.redis.exchange import Command, Exchange
 from kvtier.storage_backends.redis.node import Node
 from kvtier.storage_backends.redis.options import Address, RedisOptions
-from kvtier.storage_backends.redis.topology import SLOTS, Topology, slot_of
+from kvtier.storage_backends.redis.topology import Topology, slot_of
 from tests.scripted_redis import PATIENCE_S, ScriptedServer
 
 HALF = SLOTS // 2

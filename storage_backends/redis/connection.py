@@ -85,7 +85,7 @@ class Connection:
                 raise
         except TimeoutError as e:
             raise DeadlineError(f"{address}: no connection in time") from e
-        except (OSError, ssl.SSLError) as e:
+        except (OSError, UnicodeError) as e:  # the latter: of a host's name
             raise LostError(f"{address}: {e}") from e
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._fd = self._socket.fileno()

@@ -22,6 +22,7 @@ except ImportError as e:
     raise missing_extra("redis", "redis") from e
 
 
+SLOTS = 16384
 _OLDEST_VERSION = 6
 _LARGEST_USUAL_BYTES = 16 << 20
 """Pages of common models are smaller than this; the limit is checked against it where no page size is known."""
@@ -62,26 +63,26 @@ def ask_facts(address: Address, options: RedisOptions, timeout_s: float) -> Serv
             limit = int(client.config_get("proto-max-bulk-len").get("proto-max-bulk-len") or 0)
         except redis.ResponseError:  # managed servers and narrow users refuse CONFIG
             limit = 0
-    mode = RedisMode(info.get("redis_mode") or info.get("server_mode") or "standalone")  # the latter: Valkey
-    return ServerFacts(
-        version=str(info.get("valkey_version") or info.get("redis_version", "")),
-        mode=mode,
-        role=str(info.get("role", "")),
-        maxmemory_bytes=int(info.get("maxmemory", 0)),
-        maxmemory_policy=str(info.get("maxmemory_policy", "")),
-        max_value_bytes=limit,
-    )
+        return ServerFacts(
+            version=str(info.get("valkey_version") or info.get("redis_version", "")),
+            mode=RedisMode(info.get("redis_mode") or info.get("server_mode") or "standalone"),  # the latter: Valkey
+            role=str(info.get("role", "")),
+            maxmemory_bytes=int(info.get("maxmemory", 0)),
+            maxmemory_policy=str(info.get("maxmemory_policy", "")),
+            max_value_bytes=limit,
+        )
 
 
 def ask_slots(address: Address, options: RedisOptions, timeout_s: float) -> list[SlotRange]:
     """CLUSTER SLOTS as `address` sees it."""
-    with _client(address, options, timeout_s) as client:
-        rows: Any = _execute(client, "CLUSTER SLOTS")
     ranges = []
-    # redis-py gives a mapping of (first, last) to a description; its older releases give rows as the server sent them.
-    for first, last, master in _slot_rows(rows):
-        host = master[0].decode() if isinstance(master[0], bytes) else str(master[0] or "")
-        ranges.append(SlotRange(int(first), int(last), Address(host or address.host, int(master[1]))))
+    with _client(address, options, timeout_s) as client:
+        # redis-py gives a mapping of (first, last) to a description; older releases rows as the server sent them.
+        for first, last, master in _slot_rows(_execute(client, "CLUSTER SLOTS")):
+            host = master[0].decode() if isinstance(master[0], bytes) else str(master[0] or "")
+            if not 0 <= int(first) <= int(last) < SLOTS:
+                raise ValueError(f"slots {first} to {last}")
+            ranges.append(SlotRange(int(first), int(last), Address.of(host or address.host, int(master[1]))))
     if not ranges:
         raise DiscoveryError(f"{address} knows of no cluster slots")
     return ranges
@@ -94,12 +95,12 @@ def ask_sentinels(options: RedisOptions, timeout_s: float) -> Address:
         try:
             with _client(seed, options, share_s, sentinel=True) as client:
                 master = _execute(client, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", options.service)
+                if master:
+                    host, port = (x.decode() if isinstance(x, bytes) else str(x) for x in master)
+                    return Address.of(host, int(port))
         except DiscoveryError as e:
             said.append(str(e))
             continue
-        if master:
-            host, port = (x.decode() if isinstance(x, bytes) else str(x) for x in master)
-            return Address(host, int(port))
         said.append(f"{seed}: no master named {options.service!r}")
     raise DiscoveryError("; ".join(said) or NO_TIME)
 
@@ -189,7 +190,9 @@ def _client(
     client = redis.Redis(**arguments)
     try:
         yield client
-    except (redis.RedisError, OSError) as e:
+    except (redis.RedisError, OSError, UnicodeError) as e:
         raise DiscoveryError(f"{address}: {e}") from e
+    except (ValueError, TypeError, LookupError, AttributeError) as e:  # redis-py's, and ours, of such replies
+        raise DiscoveryError(f"{address}: not what a Redis server answers: {e}") from e
     finally:
         client.close()

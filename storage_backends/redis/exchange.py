@@ -29,9 +29,10 @@ from kvtier.storage_backends.redis.connection import (
     ReplyError,
     encode,
 )
+from kvtier.storage_backends.redis.discovery import SLOTS
 from kvtier.storage_backends.redis.node import Node
 from kvtier.storage_backends.redis.options import Address
-from kvtier.storage_backends.redis.topology import SLOTS, Topology, slot_of
+from kvtier.storage_backends.redis.topology import Topology, slot_of
 
 _log = logging.getLogger(__name__)
 
@@ -283,10 +284,10 @@ def _where(reply: ReplyError, asked: Address) -> tuple[int, Address] | None:
     try:
         _, slot, where = str(reply).split(" ")[:3]
         host, _, port = where.rpartition(":")
-        found = int(slot), Address(host or asked.host, int(port))
+        found = int(slot), Address.of(host or asked.host, int(port))
     except ValueError:
         return None
-    return found if 0 <= found[0] < SLOTS and 0 < found[1].port < 1 << 16 else None
+    return found if 0 <= found[0] < SLOTS else None
 
 
 def _ready(going: Sequence[_Talk], until: float) -> Sequence[_Talk]:

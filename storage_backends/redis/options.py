@@ -37,6 +37,13 @@ class Address:
     port: int = 0
     path: str = ""
 
+    @staticmethod
+    def of(host: str, port: int) -> Address:
+        """As a server names another one. ValueError where that cannot be."""
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"no server is at port {port}")
+        return Address(host, port)
+
     def __str__(self) -> str:
         if self.path:
             return f"unix:{self.path}"

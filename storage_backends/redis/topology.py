@@ -13,6 +13,7 @@ from array import array
 
 from kvtier.storage_backends.redis.discovery import (
     NO_TIME,
+    SLOTS,
     DiscoveryError,
     ServerFacts,
     ask_facts,
@@ -25,7 +26,6 @@ from kvtier.storage_backends.redis.options import Address, RedisMode, RedisOptio
 
 _log = logging.getLogger(__name__)
 
-SLOTS = 16384
 _REFRESH_EVERY_S = 0.5
 _ASK_TIMEOUT_S = 1.0
 

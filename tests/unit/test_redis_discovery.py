@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
+from kvtier.abc.tier import GetStatus, PutStatus
+
 pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
 
 from kvtier.storage_backends.redis import discovery, topology
-from kvtier.storage_backends.redis.discovery import DiscoveryError, ServerFacts, SlotRange
+from kvtier.storage_backends.redis.discovery import SLOTS, DiscoveryError, ServerFacts, SlotRange
 from kvtier.storage_backends.redis.options import Address, RedisMode, RedisOptions
-from kvtier.storage_backends.redis.topology import SLOTS, Topology
+from kvtier.storage_backends.redis.tier import RedisTier
+from kvtier.storage_backends.redis.topology import Topology
+from tests.redis_pages import PATIENCE_S, get, put
+from tests.scripted_redis import Link, ScriptedServer
 
 SEEDS = [Address(name, 1) for name in "abcd"]
 
@@ -83,3 +88,52 @@ def test_sentinels_share_the_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DiscoveryError, match="d:1: no answer"):
         picture("sentinel").refresh(2.0)
     assert servers.now == pytest.approx(1002.0)
+
+
+NONSENSE = {
+    "ok": b"+OK\r\n",
+    "number": b":5\r\n",
+    "nothing": b"$-1\r\n",
+    "no rows": b"*0\r\n",
+    "a row that is none": b"*1\r\n:1\r\n",
+    "text": b"$3\r\nabc\r\n",
+    "no list": b"*-1\r\n",
+    "slots without numbers": b"*1\r\n*3\r\n:0\r\n+x\r\n*2\r\n+a\r\n:7000\r\n",
+    "too many slots": b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n+a\r\n:7000\r\n",
+    "no such port": b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n+a\r\n:70000\r\n",
+    "no name": b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\n\xff\r\n:7000\r\n",
+    "unknown mode": b"$16\r\nredis_mode:weird\r\n",
+    "address without port": b"*1\r\n+a\r\n",
+    "port without number": b"*2\r\n+a\r\n+x\r\n",
+    "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "error": b"-ERR no\r\n",
+}
+
+
+@pytest.mark.parametrize("reply", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize("mode", ["auto", "cluster", "sentinel", "standalone"])
+def test_a_server_that_answers_nonsense_is_a_miss(mode: str, reply: bytes) -> None:
+    """Whatever it is asked: nothing is raised, nothing is found."""
+
+    def script(link: Link) -> None:
+        while link.next():
+            link.send(reply)
+
+    server = ScriptedServer(*[script] * 60)
+    tier = RedisTier(RedisOptions.of(server.url, mode=mode, service="s", timeout_s=PATIENCE_S))
+    for _ in range(2):
+        assert set(put(tier, range(3))) <= {PutStatus.FAILED, PutStatus.EXISTS, PutStatus.STORED}
+        assert GetStatus.HIT not in get(tier, range(3))
+        assert not any(tier.contains_many([bytes(32)]))
+    tier.close()
+    assert tier.counters().open_connections == 0
+    server.close()
+
+
+def test_names_that_are_none_are_not_found() -> None:
+    tier = RedisTier(RedisOptions.of("redis://a..b:1", timeout_s=PATIENCE_S))
+    assert get(tier, range(1)) == [GetStatus.FAILED]
+    tier.close()
+    tier = RedisTier(RedisOptions.of("redis://a..b:1", mode="standalone", timeout_s=PATIENCE_S))
+    assert put(tier, range(1)) == [PutStatus.FAILED]
+    tier.close()
