@@ -231,11 +231,12 @@ class PageMover:
             self._measure_some(codec, layout, given.pool, ids, valid, offsets, lost)
             form = codec.form | FINER if layout.levels else codec.form
             metas = self._metas(given, pages, layout.cold_page_bytes, form, result.checksums)
-            bad = np.flatnonzero(result.refused).tolist()
-            good = np.flatnonzero(~result.refused).tolist()
+            flags = result.refused.tolist()
+            bad = [n for n, refused in enumerate(flags) if refused]
             if bad:
                 self.store.abort([keys[n] for n in bad], [slots[n] for n in bad])
             committed = True
+            good = range(len(pages)) if not bad else [n for n, refused in enumerate(flags) if not refused]
             metas = [metas[n] for n in good]
             self.store.commit([keys[n] for n in good], [slots[n] for n in good], metas)
             self._count_moved(Direction.OFFLOAD, metas)
