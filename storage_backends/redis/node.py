@@ -41,10 +41,11 @@ class Node:
             with self._lock:
                 closed = self._closed
                 connection = self._idle.pop() if self._idle else None
-            if connection is None and not closed:
+            new = connection is None and not closed
+            if new:
                 connection = Connection(self.address, self._options, until, database=self._database)
-                self.connected += 1
             with self._lock:
+                self.connected += new
                 closed = self._closed
                 if connection is not None and not closed:
                     self._busy.add(connection)

@@ -328,7 +328,7 @@ class RedisTier(Tier):
             lengths[i], reply = self._incoming.read(connection, keys[i], outs[i])
             return reply
 
-        commands = [Command(n, [encode([b"GET", n])], len(outs[i])) for i in batch for n in (self._name(keys[i]),)]
+        commands = [_command([b"GET", self._name(keys[i])], len(outs[i])) for i in batch]
         bad = []
         for i, reply in zip(batch, self._exchange.run(commands, read, until), strict=True):
             if isinstance(reply, GetResult):
@@ -445,8 +445,8 @@ def _read_plain(connection: Connection, _: int) -> Any:
     return connection.read_reply()
 
 
-def _command(args: Sequence[bytes]) -> Command:
-    return Command(args[1], [encode(args)])
+def _command(args: Sequence[bytes], reply_bytes: int = 0) -> Command:
+    return Command(args[1], [encode(args)], reply_bytes)
 
 
 def _check_key(key: bytes) -> None:
