@@ -100,6 +100,12 @@ COMMANDS: tuple[Run | Serve | Elsewhere, ...] = (
         r"lmcache server .*kvtier_nvfp4.*", "needs LMCache", "tests/engines/lmcache/test_server.py", "kvtier_nvfp4"
     ),
     Elsewhere(r"lmcache bench server .*", "needs LMCache", "tests/engines/lmcache/server.py", '"bench", "server"'),
+    Elsewhere(
+        r"LMCACHE_CONFIG_FILE=lmcache.yaml python -m lmcache.v1.basic_check .*",
+        "needs LMCache",
+        "tests/engines/lmcache/test_remote_layouts.py",
+        '"lmcache.v1.basic_check", "--mode", "test_remote"',
+    ),
     Elsewhere(r"lmcache bench l2 .*", "needs LMCache", "tests/engines/lmcache/test_server.py", '"bench", "l2"'),
     Elsewhere(
         r"vllm serve .*",

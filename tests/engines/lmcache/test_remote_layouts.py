@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from .test_remote import Engine, config
 
@@ -52,3 +56,33 @@ def test_a_partial_chunk_that_cannot_be_kept_costs_the_others_of_its_batch_nothi
         item.ref_count_down()
     assert inner.batched_contains([worker.key(n) for n in (1, 2, 3)]) == 2
     assert inner._chunks.ledger.snapshot().errors["engine"] == 1, "the third one is counted"
+
+
+def checked(tmp_path: Path, **options: Any) -> str:
+    """What LMCache's own check of a remote backend says, with our plugin's `options`."""
+    given = {"module_path": "kvtier.connectors.lmcache.remote", "class_name": "KvtierConnectorAdapter", **options}
+    settings = {
+        "chunk_size": 256,
+        "local_cpu": False,
+        "max_local_cpu_size": 0.1,
+        "remote_storage_plugins": ["kvtier"],
+        "remote_url": "plugin://kvtier",
+        "extra_config": {f"remote_storage_plugin.kvtier.{name}": value for name, value in given.items()},
+    }
+    (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"]
+    environment = {**os.environ, "LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return done.stdout + done.stderr
+
+
+def test_lmcaches_own_check_passes_and_a_mistake_is_named_in_its_warning(tmp_path: Path) -> None:
+    (tmp_path / "kvtier.yaml").write_text(
+        "kv_cache_compression_config: [{algorithm: quantization_for_cold_page, quant: none}]\n"
+        "tiers: [{type: host, capacity: 16MiB}]\n"
+    )
+    said = checked(tmp_path, config=str(tmp_path / "kvtier.yaml"))
+    assert "Validation (not None): 5/5 passed" in said and "(content correct): 5/5 passed" in said, said[-3000:]
+    said = checked(tmp_path, confg=str(tmp_path / "kvtier.yaml"))
+    assert "Failed to initialize/re-establish remote connection: unknown option 'confg'" in said, said[-3000:]
+    assert "did you mean 'config'? Else remove it" in said
