@@ -164,7 +164,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         return True
 
     def _answer(self, task: int, keys: list[ObjectKey], found: Found) -> None:
-        ready = [i for i, there in enumerate(found.ready) if there]
+        ready = found.ready
         if not ready or self._closed:
             self._chunks.release(found, ())
             self._lookups.fail(task)
@@ -309,7 +309,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             self._loads.finish(task, bitmap)
 
         def go() -> None:
-            ready = [n for n, ok in enumerate(found.ready) if ok]
+            ready = found.ready
             self._load(found, ready, [whole[n] for n in ready], arrived)
 
         self._when_there(found, go, lambda: arrived(set()))

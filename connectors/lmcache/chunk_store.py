@@ -57,18 +57,19 @@ _UNKNOWN = plain_layout(1)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A lookup of chunks: `ready[i]` says whether chunk i is verified and pinned in host memory. layouts, hashes: as
-    asked for. pages: index of each chunk in `lookup`, which has one page for a chunk that is asked for twice."""
+    """A lookup of chunks. layouts: as asked for. pages: index of each chunk in `lookup`, which has one page for a chunk
+    that is asked for twice. hashes: of the pages of `lookup`."""
 
     lookup: Lookup
     layouts: Sequence[ChunkLayout]
-    hashes: Sequence[bytes]
     pages: Sequence[int]
+    hashes: Sequence[bytes]
 
     @property
-    def ready(self) -> list[bool]:
+    def ready(self) -> list[int]:
+        """Chunks that are verified and pinned in host memory."""
         pins = self.lookup.pins
-        return [pins[page] != UNPINNED for page in self.pages]
+        return [i for i, page in enumerate(self.pages) if pins[page] != UNPINNED]
 
 
 class ChunkStore:
@@ -107,6 +108,7 @@ class ChunkStore:
         self.store: TieredStore = open_store(
             self._config, shard="lmcache", rank=rank, ranks=ranks, on_removed=self._removed
         )
+        self._shared = {tier.name for tier in self.store.lower if tier.capabilities.shared}
         self.ledger = self.store.ledger
         # Not "instance", which is Prometheus's own label for where it asked.
         told = self.ledger.registry
@@ -268,13 +270,13 @@ class ChunkStore:
         for layout, members in _by_layout(keyed).items():
             for i, key in zip(members, self.keys_of(layout, [hashes[i] for i in members]), strict=True):
                 keys[i] = key
-        unique = list(dict.fromkeys(keys))
         pages: Sequence[int] = range(len(keys))
-        if len(unique) < len(keys):
-            at = {key: n for n, key in enumerate(unique)}
+        hash_of = dict(zip(keys, hashes, strict=True))
+        if len(hash_of) < len(keys):
+            at = {key: n for n, key in enumerate(hash_of)}
             pages = [at[key] for key in keys]
-        lookup = self.store.lookup(f"lmcache-{next(self._numbers)}", unique, sparse=True)
-        return Found(lookup, keyed, hashes, pages)
+        lookup = self.store.lookup(f"lmcache-{next(self._numbers)}", list(hash_of), sparse=True)
+        return Found(lookup, keyed, pages, list(hash_of.values()))
 
     def onboard(
         self, found: Found, wanted: Sequence[int], chunks: Sequence[Chunk], done: Callable[[set[int]], object]
@@ -346,15 +348,14 @@ class ChunkStore:
 
     def _enter_arrived(self, found: Found) -> None:
         """List what came from a tier that several machines share: now it is here too."""
-        shared = {tier.name for tier in self.store.lower if tier.capabilities.shared}
         lookup = found.lookup
-        if not shared.intersection(lookup.origins.values()):
-            return
-        hash_of = dict(zip(found.pages, found.hashes, strict=True))
-        came = [page for page, name in list(lookup.origins.items()) if name in shared]
-        came = [page for page in came if lookup.pins[page] != UNPINNED and lookup.keys[page] not in self.catalogue]
+        came = [
+            page
+            for page, name in list(lookup.origins.items())
+            if name in self._shared and lookup.pins[page] != UNPINNED and lookup.keys[page] not in self.catalogue
+        ]
         if came:
-            self._enter([lookup.keys[page] for page in came], [hash_of[page] for page in came])
+            self._enter([lookup.keys[page] for page in came], [found.hashes[page] for page in came])
 
     def delete(self, hashes: Sequence[bytes]) -> None:
         """Remove chunks from every tier, of whatever layout they are."""

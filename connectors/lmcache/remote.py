@@ -107,7 +107,7 @@ class KvtierRemoteConnector(RemoteConnector):
             try:
                 self._chunks.store.wait(found.lookup)
                 if self._chunks.store.hold(found.lookup):
-                    ready = [i for i, there in enumerate(found.ready) if there]
+                    ready = found.ready
                     tokens = [meta.valid_tokens for _, meta in found.lookup.slots_of([found.pages[i] for i in ready])]
                     chunks: dict[int, Chunk] = {}
                     for i, n in zip(ready, tokens, strict=True):
