@@ -66,13 +66,13 @@ class ChunkLayout:
         owner = [chunk.owner for chunk in chunks]
         if self.whole is not None:
             (partial,) = chunks
-            start, buffers = partial.address, _buffers(self, partial.address, partial.tokens or 0)
+            start, pool = partial.address, HotPool(self.spec, _buffers(self, partial.address, partial.tokens or 0))
         else:
             lowest = min(chunk.address for chunk in chunks)
             start = (lowest - 1) // _SPAN_BYTES * _SPAN_BYTES + 1  # no buffer has the address 0
-            buffers = _whole_buffers(self, start)
+            pool = _whole_pool(self, start)
         ids = np.array([chunk.address - start for chunk in chunks], dtype=np.int64)
-        return HotPool(self.spec, buffers, owner=owner), ids
+        return replace(pool, owner=owner), ids
 
 
 def _buffers(layout: ChunkLayout, start: int, tokens: int) -> tuple[HotBuffer, ...]:
@@ -83,9 +83,9 @@ def _buffers(layout: ChunkLayout, start: int, tokens: int) -> tuple[HotBuffer, .
 
 
 @lru_cache(maxsize=256)
-def _whole_buffers(layout: ChunkLayout, start: int) -> tuple[HotBuffer, ...]:
+def _whole_pool(layout: ChunkLayout, start: int) -> HotPool:
     """Of whole chunks anywhere behind `start`: there are few starts, and a chunk has many buffers."""
-    return _buffers(layout, start, _MOST_BYTES * layout.spec.page_tokens)
+    return HotPool(layout.spec, _buffers(layout, start, _MOST_BYTES * layout.spec.page_tokens))
 
 
 class Chunk(NamedTuple):
