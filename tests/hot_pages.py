@@ -13,6 +13,19 @@ from kvtier.kernels.nvfp4 import reference
 from kvtier.spec import DType, PageSpec
 
 Array = npt.NDArray[Any]
+Named = tuple[str, dict[str, str]]
+"""A codec's name and its options."""
+FORMS: list[Named] = [
+    ("nvfp4", {"global_scale": "page"}),
+    ("nvfp4", {"global_scale": "identity"}),
+    ("nvfp4_offset", {}),
+    ("nvfp4_token", {}),
+    ("k8v4", {}),
+    ("2fp4", {}),
+]
+"""Those that are computed, of whole rows."""
+ROPES: list[Named] = [("nvfp4", {"rope": rope}) for rope in ("2fp4", "fp8", "keep")]
+"""Those that store rotary columns apart."""
 
 
 def values_for(spec: PageSpec, pages: int, seed: int, offset: float = 0.0) -> list[Array]:

@@ -14,6 +14,7 @@ from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import BufferSpec, Coding, DType, PageSpec, Role, levels_bytes
 from kvtier.testing.codecs import reference_parts
+from tests.hot_pages import FORMS
 
 SHAPES: dict[str, PageSpec] = {
     "GQA": PageSpec.mha(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype=DType.BF16, rotary_dim=16),
@@ -25,14 +26,6 @@ SHAPES: dict[str, PageSpec] = {
         16, (BufferSpec(Role.K, 0, 2, 16, 48, DType.FP32), BufferSpec(Role.V, 0, 2, 16, 40, DType.FP32))
     ).with_buffers([BufferSpec(Role.STATE, 0, 1, 1, 50, DType.UINT8)]),
 }
-FORMS: list[tuple[str, dict[str, Any]]] = [
-    ("nvfp4", {"global_scale": "page"}),
-    ("nvfp4", {"global_scale": "identity"}),
-    ("nvfp4_offset", {}),
-    ("nvfp4_token", {}),
-    ("k8v4", {}),
-    ("2fp4", {}),
-]
 
 
 def hot_values(spec: PageSpec) -> list[Any]:

@@ -17,19 +17,9 @@ from kvtier.hot import HotLayout, HotPool
 from kvtier.kernels.nvfp4 import page_reference, reference
 from kvtier.spec import BufferSpec, Coding, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
-from tests.hot_pages import pool_of, values_for
+from tests.hot_pages import FORMS, ROPES, Named, pool_of, values_for
 
 Array = npt.NDArray[Any]
-Named = tuple[str, dict[str, str]]
-FORMS: list[Named] = [
-    ("nvfp4", {"global_scale": "page"}),
-    ("nvfp4", {"global_scale": "identity"}),
-    ("nvfp4_offset", {}),
-    ("nvfp4_token", {}),
-    ("k8v4", {}),
-    ("2fp4", {}),
-]
-ROPES: list[Named] = [("nvfp4", {"rope": rope}) for rope in ("2fp4", "fp8", "keep")]
 
 
 def assert_as_reference(

@@ -24,7 +24,7 @@ from kvtier.kernels.nvfp4 import page_reference
 from kvtier.spec import BufferSpec, ColdLayout, DType, PageSpec, Role
 from kvtier.testing.codecs import reference_parts
 from tests import hot_pages
-from tests.hot_pages import pool_of
+from tests.hot_pages import ROPES, Named, pool_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvtier[torch]'")
 pytest.importorskip("triton", reason="triton is not installed: pip install 'kvtier[triton]'")
@@ -38,16 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 Array = npt.NDArray[Any]
 GUARD = 48
 values_for = partial(hot_pages.values_for, offset=20.0)
-FORMS: list[tuple[str, dict[str, str]]] = [
-    ("raw", {}),
-    ("nvfp4", {"global_scale": "page"}),
-    ("nvfp4", {"global_scale": "identity"}),
-    ("nvfp4_offset", {}),
-    ("nvfp4_token", {}),
-    ("k8v4", {}),
-    ("2fp4", {}),
-]
-ROPES: list[tuple[str, dict[str, str]]] = [("nvfp4", {"rope": rope}) for rope in ("2fp4", "fp8", "keep")]
+FORMS: list[Named] = [("raw", {}), *hot_pages.FORMS]
 POISON = {DType.BF16: 0x7FC1, DType.FP16: 0xFE01, DType.FP32: np.nan, DType.FP8_E4M3: 0x7F}
 
 
