@@ -59,13 +59,15 @@ class Refusal(NamedTuple):
 
 class Reservation:
     """Room for a value that is about to be received: `view` is where it goes, `checksum` (`kvtier.keys.checksum`) what
-    whoever writes there sets. Ends in `Keyspace.commit` or `abort`."""
+    whoever writes there sets. owner: whose quota has it already, empty: nobody's. Ends in `Keyspace.commit` or
+    `abort`."""
 
-    __slots__ = ("checksum", "page", "slot", "view")
+    __slots__ = ("checksum", "owner", "page", "slot", "view")
 
-    def __init__(self, page: bytes, slot: Slot, view: memoryview) -> None:
+    def __init__(self, page: bytes, slot: Slot, view: memoryview, owner: str) -> None:
         self.page = page
         self.slot = slot
+        self.owner = owner
         self.view: memoryview | None = view
         self.checksum = b""
 
@@ -102,6 +104,8 @@ class Keyspace:
         self._voided: Voided | None = None
         self._keys: Counter[int] = Counter()
         self._used: Counter[str] = Counter()
+        self._coming: Counter[str] = Counter()
+        """Bytes of reservations, by owner: what is on its way counts, or many values at once would pass a quota."""
         self._expiring: Counter[int] = Counter()
         self.expired = 0
         self.refused: Counter[str] = Counter()
@@ -151,24 +155,35 @@ class Keyspace:
         # Written out from here on, where functions would be shorter: this is done with every value, and receiving
         # one pushes out of the processor's cache whatever the next one needs of the interpreter.
         name = blake2b(_DATABASE[database] + key, digest_size=_HASH_BYTES).digest()
-        if self._owner is not None and (owner := self._owner(key)) and (limit := self._quota(owner)):
+        owner = "" if self._owner is None else self._owner(key)
+        if owner and (limit := self._quota(owner)):
             with self._lock:
                 old = self._entry(name)
-                used = self._used[owner] - (old.nbytes if old is not None else 0)
-            if used + nbytes > limit:
+                used = self._used[owner] + self._coming[owner] - (old.nbytes if old is not None else 0)
+                if fits := used + nbytes <= limit:
+                    self._coming[owner] += nbytes
+            if not fits:
                 return self._refuse("quota", f"QUOTA {owner} has {used} of {limit} bytes: this value does not fit")
         with self._lock:  # a number that grows, over restarts too: of two pages of a key, the higher one is the newer
             self._sequence = number = max(self._sequence + 1, time.time_ns())
         page = name + number.to_bytes(8, "big")
         slot = self.store.reserve_one(page, nbytes, _ROOM_WAIT_S)
         if isinstance(slot, Slot):
-            return Reservation(page, slot, self.store.host.memory[slot[1] : slot[1] + nbytes])
+            return Reservation(page, slot, self.store.host.memory[slot[1] : slot[1] + nbytes], owner)
+        if owner:
+            self._arrived(owner, nbytes)
         if slot is PutStatus.TOO_LARGE:
             return self._refuse("too_large", f"ERR the value has {nbytes} bytes: more than the host tier can hold")
         return self._refuse("full", "OOM command not allowed: every value in host memory is being read or written")
 
     def abort(self, reservation: Reservation) -> None:
         self.store.abort([reservation.page], [reservation.slot])
+        if reservation.owner:
+            self._arrived(reservation.owner, reservation.slot[2])
+
+    def _arrived(self, owner: str, nbytes: int) -> None:
+        with self._lock:
+            self._coming[owner] -= nbytes
 
     def commit(
         self, database: int, key: bytes, reservation: Reservation, *, expires_ms: int = 0, only_new: bool = False
@@ -176,7 +191,7 @@ class Keyspace:
         """Publish a received value under the key it was reserved for; False where ``only_new`` forbids it (it is given
         back then)."""
         page, slot = reservation.page, reservation.slot
-        name, nbytes, owner = page[:_HASH_BYTES], slot[2], "" if self._owner is None else self._owner(key)
+        name, nbytes, owner = page[:_HASH_BYTES], slot[2], reservation.owner
         bucket = self._buckets[(name[0] << 8 | name[1]) % _BUCKETS]
         origin = _ORIGIN.pack(database, expires_ms) + key
         priority = 0 if self._priority is None else self._priority(key)
@@ -187,6 +202,8 @@ class Keyspace:
             old = bucket.get(name)
             kept, gone = only_new and old is not None and not _is_over(old), False
             if not kept:
+                if owner:
+                    self._coming[owner] -= nbytes
                 # Committed under the lock: of two writers of a key, the one that swaps last has the last word; and the
                 # news of an eviction right after it, which wants the lock too, finds the name to take away.
                 gone = self.store.commit_over(page, slot, meta, b"" if old is None else old.page)

@@ -392,6 +392,38 @@ def test_a_quota_is_an_explicit_counted_refusal(tenants: CacheServer) -> None:
     assert 'kvtier_server_quota_used_bytes{user="alice"} 2.097152e+06' in metrics
 
 
+def test_a_quota_counts_values_that_are_on_their_way(tenants: CacheServer) -> None:
+    def begin(key: str) -> socket.socket:
+        """A connection on which most of a SET is still missing."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(str(tenants.listening[0].path))
+        connection.sendall(b"AUTH alice alice-secret\r\n")
+        assert connection.recv(100) == b"+OK\r\n"
+        connection.sendall(f"*3\r\n$3\r\nSET\r\n$3\r\n{key}\r\n${MIB}\r\nxxxx".encode())
+        return connection
+
+    def coming(nbytes: int) -> bool:
+        return bool(tenants.keyspace._coming["alice"] == nbytes)
+
+    with client_of(tenants, username="alice", password="alice-secret") as alice:
+        with pytest.raises(redis.ResponseError, match="QUOTA alice"):
+            alice.mset({f"a:{n}": bytes(MIB) for n in range(3)})
+        assert alice.dbsize() == 0, "of a refused MSET nothing is stored"
+        assert alice.mset({f"a:{n}": bytes(MIB) for n in range(2)})
+        alice.flushdb()
+        with begin("a:0") as whole, begin("a:1") as broken:
+            wait_for(lambda: coming(2 * MIB), "the values do not begin to come", PATIENCE_S)
+            with pytest.raises(redis.ResponseError, match="QUOTA alice"):
+                alice.set("a:9", b"x")
+            whole.sendall(bytes(MIB - 4) + b"\r\n")
+            assert whole.recv(100) == b"+OK\r\n" and tenants.keyspace.used_by() == {"alice": MIB}
+            broken.close()
+            wait_for(lambda: coming(0), "a value that never came holds its room", PATIENCE_S)
+            assert alice.set("a:9", bytes(MIB))
+            assert tenants.keyspace.used_by() == {"alice": 2 * MIB}
+
+
 def test_it_refuses_to_listen_to_everybody_without_a_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reachable from other machines"):
         start(tmp_path, listen=["tcp:0.0.0.0:0"])
