@@ -74,7 +74,8 @@ class Session:
         """Of values that were taken and are not counted yet."""
         self._readings: list[Reading] = []
         self.places: list[Reservation | Refused] = []
-        """The values of the command at hand, in order. A command takes those out that it commits or aborts itself."""
+        """The values of the command at hand, in order, or one that was refused and stands for all of them. A command
+        takes those out that it commits or aborts itself."""
         self._busy = False
 
     def serve(self) -> None:
@@ -213,11 +214,14 @@ class Session:
         if not isinstance(key, bytes) or user is None:
             return None
         self._busy = True
+        if self.places and isinstance(self.places[0], Refused):  # nothing of this command will be stored
+            return self.places[0]
         refusal = write_refusal(user, key) if user.prefixes or user.read_only else ""
         place: Reservation | Refused | Refusal
         place = Refusal(refusal) if refusal else self.keyspace.reserve(self.database, key, nbytes)
         if isinstance(place, Refusal):
             place = Refused(place.text)
+            self._give_up_places()  # others may have their room while the rest is received
         else:
             self.received_bytes += nbytes
         self.places.append(place)

@@ -254,6 +254,16 @@ def test_more_values_than_room_evicts_and_forgets_the_oldest(tmp_path: Path) -> 
     server.stop()
 
 
+def test_an_mset_that_does_not_fit_waits_for_room_once(tmp_path: Path) -> None:
+    server = start(tmp_path, host="8MiB")
+    with client_of(server) as client:
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.mset({f"k{n}": bytes(MIB) for n in range(40)})
+        assert server.keyspace.refused == {"full": 1}, "it waits anew for each value"
+        assert client.dbsize() == 0 and client.set("k", bytes(MIB)), "room is held for what was refused"
+    server.stop()
+
+
 def test_ten_thousand_connections_leak_nothing(server: CacheServer) -> None:
     """At most 256 at a time; all of them closed in the middle of something, or of nothing."""
 
