@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from kvtier.abc.tier import PageMeta, PutItem, PutStatus, StagingTier, Tier
@@ -47,6 +48,7 @@ class Spiller:
         self._ledger = ledger
         self._freed = freed
         self._arrived = arrived
+        self._on_error = on_error
         self._stored = 0  # since pages were last written back
         self._due = 1
         self._lock = threading.Lock()
@@ -56,7 +58,7 @@ class Spiller:
         self._stopped = False
         self._offered: dict[bytes, None] = {}
         self._busy_since = 0.0
-        self._pool = WorkerPool(f"kvtier-spill-{tier.name}", 1, on_error)
+        self._pool = WorkerPool(f"kvtier-spill-{tier.name}", 1, self._failed)
 
     @property
     def takes_new(self) -> bool:
@@ -146,7 +148,8 @@ class Spiller:
         def delete() -> None:
             deleted = False
             try:
-                self.tier.delete_many(keys)
+                with self._busy():
+                    self.tier.delete_many(keys)
                 deleted = True
             finally:
                 done(deleted)
@@ -179,6 +182,19 @@ class Spiller:
 
     def _ended(self) -> bool:
         return self._stopped
+
+    def _failed(self, error: BaseException) -> None:
+        if not (self._stopped and isinstance(error, ClosedError)):  # the store could wait no longer, and said so
+            self._on_error(error)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Around each call to the tier, for `make_room` to see one that hangs."""
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = 0.0
 
     def _write_some_back(self) -> None:
         with self._lock:
@@ -222,7 +238,8 @@ class Spiller:
         if not new:
             return
         if not self.tier.capabilities.shared:
-            there = self.tier.contains_many(new)
+            with self._busy():
+                there = self.tier.contains_many(new)
             new = [key for key, has in zip(new, there, strict=True) if not has]
         self._host.expect_writing(new, self.bit)
         if self.rules.write is Write.THROUGH:
@@ -235,30 +252,28 @@ class Spiller:
                     self._offered.pop(key, None)
 
     def _refresh(self, keys: list[bytes]) -> None:
-        self.tier.touch_many(keys)
+        with self._busy():
+            self.tier.touch_many(keys)
 
     def _write(self, keys: list[bytes]) -> None:
         """Offer pages that are in the host tier; what left it meanwhile was deleted."""
-        try:
-            found = [(key, pin) for key, pin in zip(keys, self._host.hold_many(keys), strict=True) if pin >= 0]
-        except ClosedError:  # the store could wait no longer
-            return
+        found = [(key, pin) for key, pin in zip(keys, self._host.hold_many(keys), strict=True) if pin >= 0]
         if not found:
             return
         pins = [pin for _, pin in found]
-        self._busy_since = start = time.monotonic()
+        start = time.monotonic()
         try:
             puts = [
                 PutItem(key, meta, self._host.view(slot)[: meta.nbytes], padded=True)
                 for (key, _), (slot, meta) in zip(found, self._host.pinned_many(pins), strict=True)
             ]
-            statuses = self.tier.put_many(puts)
+            with self._busy():
+                statuses = self.tier.put_many(puts)
             self._ledger.time_tier(self.tier.name, "put", time.monotonic() - start)
             self._ledger.spilled(self.tier.name, statuses)
             here = [put for put, status in zip(puts, statuses, strict=True) if status in _THERE]
             self._arrived([put.key for put in here], [put.meta for put in here])
         finally:
-            self._busy_since = 0.0
             self._host.written(pins, self.bit)
             self._host.unpin_many(pins)
             self._freed()

@@ -11,7 +11,8 @@ from itertools import chain
 import pytest
 
 from kvtier import spill
-from kvtier.abc.tier import PutItem, PutStatus, Slot
+from kvtier.abc.tier import PutItem, PutStatus, Removal, Slot
+from kvtier.errors import ClosedError
 from kvtier.storage_backends.host.tier import HostTier
 from kvtier.store import TieredStore
 from kvtier.testing.dict_tier import DictTier
@@ -36,6 +37,7 @@ class WatchedTier(DictTier):
         super().__init__("nvme")
         self.puts: list[list[bytes]] = []
         self.broken = False
+        self.deletes = 0
 
     @property
     def offered(self) -> list[bytes]:
@@ -47,6 +49,13 @@ class WatchedTier(DictTier):
         if self.broken:
             raise OSError("the device is gone")
         return super().put_many(items, deadline_s)
+
+    def delete_many(self, keys: Sequence[bytes], removal: Removal = Removal.DELETED) -> int:
+        self.deletes += 1
+        self.gate.wait()
+        if self.closed:
+            raise ClosedError(self.name)
+        return super().delete_many(keys, removal)
 
 
 @pytest.fixture
@@ -197,6 +206,24 @@ def test_a_tier_that_hangs_costs_joined_pages_their_place_below_only(
     assert spilled(held) == {"deadline": 80, "stored": 80}
 
 
+def test_a_tier_that_hangs_in_a_delete_does_not_fill_the_host_tier(
+    store: TieredStore, lower: WatchedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(store, [FIRST])
+    let_go(store, lower)
+    lower.gate.clear()
+    deletion = store.delete(keys(FIRST))
+    wait_for(lambda: lower.deletes > 0, "nothing is deleted")
+    put_all(store, pages(80))
+    monkeypatch.setattr(spill, "_STUCK_S", 0.0)
+    put_all(store, pages(1, 80))
+    assert spilled(store) == {"stored": 1, "deadline": 80}
+    lower.gate.set()
+    assert deletion.wait(PATIENCE_S)
+    let_go(store, lower)
+    assert sorted(lower.pages) == sorted(keys(*pages(81)[1:]))
+
+
 def test_a_write_that_fails_is_counted_and_its_pages_make_room(held: TieredStore, lower: WatchedTier) -> None:
     put_all(held, pages(BATCH))
     lower.broken = True
@@ -220,11 +247,15 @@ def test_an_end_without_time_says_what_is_lost(
     held: TieredStore, lower: WatchedTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     put_all(held, pages(2 * BATCH))
+    deletion = held.delete(keys(FIRST))
     held.close(0.1)
-    assert f"{2 * BATCH + 1} pages are not written below and lost" in caplog.text
+    assert f"{2 * BATCH} pages are not written below and lost" in caplog.text
+    wait_for(lambda: lower.closed, "the lower tier was not closed")
     lower.gate.set()
     assert held.drain(PATIENCE_S)
     assert len(lower.puts) == 1, "the host tier is closed"
+    assert not deletion.wait(PATIENCE_S)
+    assert held.ledger.snapshot().errors["spill"] == 0, "what was still queued is no error"
 
 
 def test_pages_stored_after_the_end_are_let_go(store: TieredStore, lower: WatchedTier) -> None:
