@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,34 @@ def test_a_server_is_not_blamed_for_the_time_that_another_one_took(monkeypatch: 
         assert results[:2] == [NoReply.DEADLINE] * 2 and results[3] is NoReply.DEADLINE
         assert results[2] in (others[0], NoReply.DEADLINE)
         assert [client.failures(server) for server in client.servers] == [1, 0]
+        assert client.open_connections() == [0, 0]
+
+
+def test_a_server_is_not_blamed_for_the_time_that_sending_to_another_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes nothing of what it is sent until the deadline; the other one is sent nothing any more."""
+    base, offsets = 1000.0, [0.0]
+
+    class Late:
+        def __init__(self, takes_s: float) -> None:
+            self._takes_s = takes_s
+
+        def __iter__(self) -> Iterator[bytes]:
+            offsets[0] += self._takes_s
+            raise DeadlineError("the server does not take what is sent")
+
+    servers = sorted((ScriptedServer(Link.wait_for_the_end) for _ in range(2)), key=lambda server: str(server.address))
+    with Client(monkeypatch, *servers) as client:
+        client.topology.refresh(PATIENCE_S)
+        monkeypatch.setattr(exchange_module, "time", SimpleNamespace(monotonic=lambda: base + offsets[0]))
+        monkeypatch.setattr(client.topology, "refresh_if_due", lambda until: None)
+        take = Node.take
+        monkeypatch.setattr(Node, "take", lambda node, until: take(node, until + 1e9))
+        batch = Batch(keys_of(1, 0) + keys_of(1, 1))
+        batch.commands = [
+            exchange_module.Command(c.name, Late(s)) for c, s in zip(batch.commands, (10.0, 0.0), strict=True)
+        ]
+        assert client.run(batch, base + 10.0) == [NoReply.DEADLINE] * 2
+        assert [client.failures(server) for server in servers] == [1, 0]
         assert client.open_connections() == [0, 0]
 
 

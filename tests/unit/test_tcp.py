@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.kernels import tcp
+from kvtier.storage_backends.redis.connection import Connection, LostError
+from kvtier.storage_backends.redis.options import Address, RedisOptions
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
@@ -104,3 +107,23 @@ def test_a_connection_that_is_gone_is_told() -> None:
         with pytest.raises(OSError) as told:
             tcp.tune(nobody)
         assert told.value.errno == errno.ENOTCONN
+
+
+def test_the_redis_tier_tunes_its_connections(server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is reset before that is lost, and closed."""
+    address = Address("127.0.0.1", server.getsockname()[1])
+    options = RedisOptions.of(f"redis://{address}")
+    tuned: list[socket.socket] = []
+    monkeypatch.setattr(tcp, "tune", tuned.append)
+    connection = Connection(address, options, time.monotonic() + 60.0, database=0)
+    assert [end.getpeername() for end in tuned] == [(address.host, address.port)]
+    connection.close()
+
+    def gone(connected: socket.socket) -> None:
+        tuned.append(connected)
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    monkeypatch.setattr(tcp, "tune", gone)
+    with pytest.raises(LostError, match="not connected"):
+        Connection(address, options, time.monotonic() + 60.0, database=0)
+    assert tuned[-1].fileno() == -1
