@@ -45,8 +45,14 @@ class SegmentFiles:
             min(segment_bytes, capacity_bytes - at) // SLOT_ALIGN * SLOT_ALIGN
             for at in range(0, capacity_bytes, segment_bytes)
         ]
-        self._found = {int(m[1]): p for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))}
-        self.found_bytes = {i: p.stat().st_size for i, p in self._found.items()}
+        try:
+            self._found = {int(m[1]): p for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))}
+            self.found_bytes = {i: p.stat().st_size for i, p in self._found.items()}
+        except OSError as error:
+            raise TierPathError(
+                f"{tier} tier: path = {str(directory)!r} cannot be used: {error.filename}: {error.strerror}; see to the "
+                "device, or delete the directory (it holds cached pages only)"
+            ) from error
         self._switching = threading.Lock()
         self._retired: list[int] = []
         self._fds: list[int] = []

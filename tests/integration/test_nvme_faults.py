@@ -96,6 +96,19 @@ def test_files_removed_between_runs_are_misses(tier: NvmeTier) -> None:
         again.close()
 
 
+def test_a_file_that_leads_nowhere_is_named(tier: NvmeTier) -> None:
+    def lead_nowhere(path: Path) -> None:
+        (path / "segment-000000").unlink()
+        (path / "segment-000000").symlink_to(path / "nowhere" / "file")
+
+    with pytest.raises(TierPathError, match=r"segment-000000: No such file or directory; see to the device"):
+        reopened(tier, lead_nowhere)
+    (tier.path / "segment-000000").unlink()
+    again = reopened(tier, lambda path: None)
+    assert put(again, 0, PAGES) == [PutStatus.STORED] * PAGES, "the directory stays locked"
+    again.close()
+
+
 def test_a_file_cut_between_runs_keeps_what_is_whole(tier: NvmeTier) -> None:
     again = reopened(tier, lambda path: os.truncate(path / "segment-000000", 100_000))
     try:
