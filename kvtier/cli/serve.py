@@ -69,14 +69,16 @@ def serve(
 
 @contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Where a byte arrives at SIGTERM and SIGINT.
+    """Where a byte arrives at SIGTERM, SIGINT and, unless it is ignored (nohup), at SIGHUP: the terminal is gone.
 
     Python's own handlers run in the main thread, when that wakes up; but the kernel gives a signal to any thread, one
     that is just being started say, and a main thread that waits for a lock would then sleep on. Bytes wake it."""
     receives, sends = socket.socketpair()
     with receives, sends:
         sends.setblocking(False)
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         before = signal.set_wakeup_fd(sends.fileno(), warn_on_full_buffer=False)
         handlers = [signal.signal(number, lambda *_: None) for number in numbers]
         try:

@@ -50,8 +50,8 @@ class SegmentFiles:
             self.found_bytes = {i: p.stat().st_size for i, p in self._found.items()}
         except OSError as error:
             raise TierPathError(
-                f"{tier} tier: path = {str(directory)!r} cannot be used: {error.filename}: {error.strerror}; see to the "
-                "device, or delete the directory (it holds cached pages only)"
+                f"{tier} tier: path = {str(directory)!r} cannot be used: {error.filename}: {error.strerror}; see to "
+                "the device, or delete the directory (it holds cached pages only)"
             ) from error
         self._switching = threading.Lock()
         self._retired: list[int] = []
