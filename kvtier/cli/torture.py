@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli.doctor_line import size
 from kvtier.cli.options import at_least, check_writable
 from kvtier.errors import ConfigError
 
@@ -55,21 +57,29 @@ def torture(
     for name in only or ():
         if name not in names:
             raise ConfigError(f"--only {name}: there is no such check; give one of {', '.join(names)}")
+    checks = [check for check in CHECKS if not only or check.name in only]
     if folder is not None:
         check_writable("--folder", folder)
+    place = Path(tempfile.gettempdir()) if folder is None else folder
+    free_bytes, room_bytes = shutil.disk_usage(place).free, max(check.room_bytes for check in checks)
+    if free_bytes < room_bytes:
+        raise ConfigError(
+            f"--folder {str(place)!r}: {size(free_bytes)} free, and the checks may take {size(room_bytes)}: name one "
+            "on another disk"
+        )
     seed = random.randrange(1 << 32) if seed is None else seed
     console = Console(stderr=as_json)
     started = time.monotonic()
     with (
         _quiet(),
-        tempfile.TemporaryDirectory(prefix="kvtier-torture-", dir=folder) as place,
+        tempfile.TemporaryDirectory(prefix="kvtier-torture-", dir=place) as scratch,
         _Progress(console, seconds) as progress,
     ):
         lines = run(
-            Path(place),
+            Path(scratch),
             seconds,
             seed,
-            checks=[check for check in CHECKS if not only or check.name in only],
+            checks=checks,
             trials=trials,
             progress=progress.show,
         )

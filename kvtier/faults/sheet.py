@@ -19,20 +19,27 @@ from kvtier.faults.trial import PromiseError, Trial, UnavailableError
 
 TRIAL_LIMIT_S = 180.0
 """A trial that has not ended by then hangs, and failed."""
+_ROOM_BYTES = 32 << 20
 _BREAK_OFF_S = 10.0
 """How long a trial that is broken off may take to notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """room_bytes: what its files may take of the folder's disk."""
+
     name: str
     what: str
     run: Callable[[Trial], None]
+    room_bytes: int = _ROOM_BYTES
 
 
 CHECKS = (
-    Check("self-check", "broken tiers are noticed", selfcheck.notice_broken_tiers),
-    Check("kill", "kill -9 while writing, then opened again", killing.kill_while_writing),
+    Check("self-check", "broken tiers are noticed", selfcheck.notice_broken_tiers, killing.ROOMY_BYTES + _ROOM_BYTES),
+    Check(
+        "kill", "kill -9 while writing, then opened again", killing.kill_while_writing,
+        killing.ROOMY_BYTES + _ROOM_BYTES,
+    ),
     Check("full", "a disk without space, and space again", disks.fill_the_disk),
     Check("device", "one of two devices fails and comes back", disks.fail_one_device),
     Check("flips", "bits flipped in pages and in the log", disks.flip_bits),
@@ -40,7 +47,7 @@ CHECKS = (
     Check("close", "closing over a device that hangs", disks.close_over_a_stuck_device),
     Check("redis", "Redis frozen, killed, its values changed", servers.freeze_and_kill_redis),
     Check("ranks", "ranks with different pages, one slow", ranks.skew_ranks),
-)
+)  # fmt: skip
 
 
 class Outcome(Enum):

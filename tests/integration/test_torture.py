@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -142,6 +144,19 @@ def test_the_same_seed_does_the_same(tmp_path: Path) -> None:
     checks = [Check("draws", "", draws)]
     one, same, other = (torture(tmp_path, 0, seed, checks=checks, trials=3)[0].seen for seed in (1, 1, 2))
     assert one == same != other and len(one) == 3
+
+
+def test_a_folder_without_room_is_told_before_anything_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = SimpleNamespace(free=100 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: little)
+    result = CliRunner().invoke(app, ["torture", "--folder", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "100.0 MiB free, and the checks may take 544.0 MiB: name one on another disk" in str(result.exception)
+    result = CliRunner().invoke(app, ["torture", "--folder", str(tmp_path), "--seconds", "0", "--only", "flips"])
+    assert result.exit_code == 0, result.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
