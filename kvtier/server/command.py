@@ -36,7 +36,7 @@ class CommandError(Exception):
 
 
 def number(word: bytes) -> int:
-    if not re.fullmatch(rb"-?\d{1,18}", word):
+    if not re.fullmatch(rb"0|-?[1-9]\d{0,17}", word):
         raise CommandError(_INTEGER)
     return int(word)
 

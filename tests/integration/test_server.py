@@ -126,6 +126,8 @@ def test_the_server_about_itself(client: Any, server: CacheServer) -> None:
         (("SET", "a", "b", "XX"), "syntax error"),
         (("SET", "a", "b", "EX", "0"), "invalid expire time"),
         (("SET", "a", "b", "EX", "x"), "not an integer"),
+        (("PEXPIRE", "a", "-0"), "not an integer"),
+        (("GETRANGE", "a", "007", "-1"), "not an integer"),
         (("MSET", "a", "b", "c"), "wrong number of arguments for 'mset'"),
         (("SCAN", "x"), "not an integer"),
         (("CONFIG", "SET", "maxmemory", "1"), "only CONFIG GET"),
