@@ -240,8 +240,8 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     @_guarded(lambda: None)
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Let go of chunks that were looked up and will not be loaded."""
-        for held, pages in self._leases.take(keys).items():
+        """Let go of chunks that were looked up, and were loaded or will not be."""
+        for held, pages in self._leases.unlock(keys).items():
             self._leases.end(held, len(pages))
 
     # -- load --------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         chunks = self._chunks_of(objects)
         if len(chunks) != len(keys):
             raise ValueError(f"{len(keys)} keys and {len(chunks)} objects")
-        taken = self._leases.take(keys)
+        taken = self._leases.load(keys)
         if not taken:
             return self._find_and_load(task, keys, chunks)
         bitmap = Bitmap(len(keys))

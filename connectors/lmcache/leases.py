@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -27,8 +28,9 @@ class Held:
 class Leases:
     """release: called once per lookup, with the chunks that were used. Thread-safe.
 
-    LMCache promises to load or unlock everything that it looked up. One that it forgets ends after `lease_s`: its pins
-    and what is remembered of it are bounded.
+    LMCache unlocks everything that it looked up, once: what it loads, after the load. A load ends a hold, so the unlock
+    that follows it ends none: that would be another request's. What LMCache forgets ends after `lease_s`: pins and what
+    is remembered are bounded.
     """
 
     def __init__(self, lease_s: float, release: Callable[[Found, set[int]], object]) -> None:
@@ -36,6 +38,8 @@ class Leases:
         self._lock = threading.Lock()
         self._by_key: dict[ObjectKey, list[tuple[Held, int]]] = {}
         self._all: dict[Held, None] = {}  # in the order in which they end
+        self._loaded: dict[ObjectKey, tuple[int, float]] = {}
+        """Loads that are still to be unlocked, and when the last of them was, in this order."""
 
     def __len__(self) -> int:
         """Lookups that are held."""
@@ -49,20 +53,41 @@ class Leases:
             for i in ready:
                 self._by_key.setdefault(keys[i], []).append((held, i))
 
-    def take(self, keys: Sequence[ObjectKey]) -> dict[Held, dict[int, int]]:
+    def load(self, keys: Sequence[ObjectKey]) -> dict[Held, dict[int, int]]:
         """The oldest hold of each key: index in its lookup -> place in `keys`. `end` must follow for each."""
-        taken: dict[Held, dict[int, int]] = {}
+        now = time.monotonic()
+        with self._lock:
+            for key in keys:
+                loads, _ = self._loaded.pop(key, (0, 0.0))
+                self._loaded[key] = (loads + 1, now)
+            return self._take(enumerate(keys))
+
+    def unlock(self, keys: Sequence[ObjectKey]) -> dict[Held, dict[int, int]]:
+        """As `load`, of chunks that will not be loaded. The unlock of one that was loaded takes nothing."""
+        left: list[tuple[int, ObjectKey]] = []
         with self._lock:
             for at, key in enumerate(keys):
-                holds = self._by_key.get(key)
-                if not holds:
-                    continue
-                held, i = holds.pop(0)
-                if not holds:
-                    del self._by_key[key]
-                del held.left[i]
-                held.busy += 1
-                taken.setdefault(held, {})[i] = at
+                loads, last = self._loaded.get(key, (0, 0.0))
+                if not loads:
+                    left.append((at, key))
+                elif loads > 1:
+                    self._loaded[key] = (loads - 1, last)
+                else:
+                    del self._loaded[key]
+            return self._take(left)
+
+    def _take(self, keys: Iterable[tuple[int, ObjectKey]]) -> dict[Held, dict[int, int]]:
+        taken: dict[Held, dict[int, int]] = {}
+        for at, key in keys:
+            holds = self._by_key.get(key)
+            if not holds:
+                continue
+            held, i = holds.pop(0)
+            if not holds:
+                del self._by_key[key]
+            del held.left[i]
+            held.busy += 1
+            taken.setdefault(held, {})[i] = at
         return taken
 
     def end(self, held: Held, taken: int, used: Iterable[int] = ()) -> None:
@@ -93,6 +118,8 @@ class Leases:
                     holds.remove((held, i))
                     if not holds:
                         del self._by_key[key]
+            for key in [*takewhile(lambda key: self._loaded[key][1] <= latest, self._loaded)]:
+                del self._loaded[key]
         for held in ended:
             self._release(held.found, held.used)
         return len(ended)

@@ -180,6 +180,36 @@ def test_two_lookups_of_the_same_chunks_are_two_leases(drive: Any) -> None:
     assert status["open_lookups"] == 0 and status["hits"] == {"host": 2} and status["misses"]["dropped"] == 2
 
 
+def test_the_unlock_behind_a_load_leaves_the_holds_of_other_requests(drive: Any) -> None:
+    """As LMCache does it: what was loaded is unlocked too."""
+    from .storage import keys
+
+    driver = drive()
+    driver.store(keys(4), driver.objects(4, fill=1))
+    assert driver.lookup(keys(2)) == [0, 1] and driver.lookup(keys(4)) == [0, 1, 2, 3]
+    assert driver.load(keys(2), driver.objects(2)) == [0, 1]
+    driver.adapter.submit_unlock(keys(2))
+    assert driver.load(keys(4), driver.objects(4)) == [0, 1, 2, 3]
+    driver.adapter.submit_unlock(keys(4))
+    status = driver.adapter.report_status()
+    assert status["open_lookups"] == 0 and status["hits"] == {"host": 6} and sum(status["misses"].values()) == 0
+
+
+def test_an_unlock_that_never_comes_is_not_waited_for_longer_than_a_lease() -> None:
+    from kvtier.connectors.lmcache.leases import Leases
+
+    from .storage import keys
+
+    for lease_s, left in ((0.0, []), (1e9, [(2, 1), (1, 1), (0, 1)])):
+        leases = Leases(lease_s, lambda found, used: None)
+        asked = keys(4)
+        leases.load(asked)
+        leases.load([asked[1], asked[0]])
+        leases.unlock([asked[0], asked[1], asked[3]])
+        leases.expire()
+        assert [(asked.index(key), loads) for key, (loads, _) in leases._loaded.items()] == left
+
+
 def test_objects_that_were_freed_fail_alone(drive: Any) -> None:
     from .storage import keys
 
@@ -330,6 +360,7 @@ def test_many_threads_at_once_leak_nothing(drive: Any, tmp_path: Path) -> None:
                     wanted = [i for i in found if i not in dropped]
                     out = driver.objects(len(wanted))
                     loaded = driver.load([asked[i] for i in wanted], out)
+                    driver.adapter.submit_unlock([asked[i] for i in wanted])
                 assert loaded == list(range(len(wanted)))
                 for n, i in enumerate(wanted):
                     assert (out[n].raw_data == driver.objects(1, fill=some[i])[0].raw_data).all()
