@@ -29,6 +29,7 @@ _SMALL_BYTES = 512
 _PARTS_MAX = 512
 """Buffers per sendmsg; the kernel takes 1 024."""
 _TEXT_MAX = 64 << 20
+_VALUE_MAX = 1 << 40
 _REFERENCE_MIN_BYTES = 64 << 10
 """Copying less than this is cheaper than handing over its pages."""
 _JOINED_MAX_BYTES = 64 << 10
@@ -63,10 +64,12 @@ class LoginError(Exception):
 
 
 class Connection:
-    """For one thread at a time. `fresh` until its first reply: a failure of a used one may just be its old age."""
+    """For one thread at a time. `fresh` until its first reply: a failure of a used one may just be its old age.
+    `doubtful` once a reply may have been that to another command: whoever finds out sets it."""
 
     def __init__(self, address: Address, options: RedisOptions, until: float, *, database: int) -> None:
         self.fresh = True
+        self.doubtful = False
         self._until = until
         self._buffer = bytearray(_CONTROL_BYTES)
         self._view = memoryview(self._buffer)
@@ -214,8 +217,8 @@ class Connection:
 
     # ---- receiving
 
-    def read_reply(self) -> Reply:
-        """The next reply, whatever it is."""
+    def read_reply(self, depth: int = 2) -> Reply:
+        """The next reply, whatever it is; depth: of lists in each other."""
         line = self._read_line()
         kind, text = line[:1], line[1:]
         if kind == b"+":
@@ -234,16 +237,19 @@ class Connection:
             self.read_into(memoryview(data))
             self.end_bulk()
             return bytes(data)
-        if kind == b"*":
+        if kind == b"*" and depth:
             count = self._number(text)
-            return None if count < 0 else [self.read_reply() for _ in range(count)]
+            return None if count < 0 else [self.read_reply(depth - 1) for _ in range(count)]
         raise LostError(f"not a reply: {line[:40]!r}")
 
     def read_bulk_length(self) -> int | ReplyError:
         """The start of a bulk reply: its length, -1 for none. Then come `read_into` or `skip`, and `end_bulk`."""
         line = self._read_line()
         if line[:1] == b"$":
-            return self._number(line[1:])
+            length = self._number(line[1:])
+            if length > _VALUE_MAX:
+                raise LostError(f"a reply of {length} bytes, which no server has")
+            return length
         if line[:1] == b"-":
             return ReplyError(line[1:].decode(errors="replace"))
         raise LostError(f"not a bulk reply: {line[:40]!r}")

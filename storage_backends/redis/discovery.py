@@ -192,7 +192,7 @@ def _client(
         yield client
     except (redis.RedisError, OSError, UnicodeError) as e:
         raise DiscoveryError(f"{address}: {e}") from e
-    except (ValueError, TypeError, LookupError, AttributeError) as e:  # redis-py's, and ours, of such replies
+    except Exception as e:  # whatever redis-py, or we, make of such replies
         raise DiscoveryError(f"{address}: not what a Redis server answers: {e}") from e
     finally:
         client.close()

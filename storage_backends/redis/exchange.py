@@ -234,6 +234,10 @@ class Exchange:
         again = [i for i in talk.indices[: talk.answered] if self._redirected(i, talk.node, batch)]
         node, error = talk.node, talk.error
         connection, talk.connection = talk.connection, None
+        if error is None and connection is not None and connection.doubtful:
+            node.drop(connection)
+            node.forget_idle()  # whatever mixed up its replies has them in hand, too
+            return again
         if error is None and connection is not None:
             node.give_back(connection)
             batch.unjudged.discard(node)

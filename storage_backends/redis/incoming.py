@@ -9,6 +9,7 @@ from kvtier.storage_backends.redis.connection import Connection, ReplyError
 from kvtier.storage_backends.redis.record import (
     HEADER_BYTES,
     NewerRecordError,
+    OtherKeyError,
     RecordError,
     parse_header,
     record_check,
@@ -33,7 +34,7 @@ class Incoming:
         """The next reply: bytes of the value, 0 where there is none, and what it is."""
         record = connection.read_record(out, key)
         if record is not None:
-            return record[0], self._judge(*record[1:], key)
+            return record[0], self._judge(connection, *record[1:], key)
         length = connection.read_bulk_length()
         if isinstance(length, ReplyError):
             return 0, length
@@ -55,14 +56,9 @@ class Incoming:
             header = parse_header(bytes(raw), key, self._spec)
             if header.record_bytes != length:
                 raise RecordError(f"{length} bytes where the header says {header.record_bytes}")
-        except NewerRecordError as e:
-            connection.skip(left)
-            self._met_newer(e)
-            return GetResult(GetStatus.ABSENT)
         except RecordError as e:
             connection.skip(left)
-            self._say_once(str(e), f"a stored page is bad: {e}")
-            return GetResult(GetStatus.CORRUPT)
+            return self._refuse(connection, e)
         if len(out) < header.nbytes:
             # Replaced by a longer page since the caller asked for its length.
             connection.skip(left)
@@ -72,18 +68,24 @@ class Incoming:
         origin = bytearray(header.origin_bytes)
         connection.read_into(memoryview(origin))
         record.update(origin)
-        return self._judge(bytes(raw), record.digest(), page.digest(), bytes(origin), key)
+        return self._judge(connection, bytes(raw), record.digest(), page.digest(), bytes(origin), key)
 
-    def _judge(self, raw: bytes, checksum: bytes, page_checksum: bytes, origin: bytes, key: bytes) -> GetResult:
+    def _judge(
+        self, connection: Connection, raw: bytes, checksum: bytes, page_checksum: bytes, origin: bytes, key: bytes
+    ) -> GetResult:
         """Of a record that was read completely, its page where the caller wants it."""
         try:
             header = parse_header(raw, key, self._spec)
-        except NewerRecordError as e:
-            self._met_newer(e)
-            return GetResult(GetStatus.ABSENT)
         except RecordError as e:
-            self._say_once(str(e), f"a stored page is bad: {e}")
-            return GetResult(GetStatus.CORRUPT)
+            return self._refuse(connection, e)
         if checksum != header.checksum:
             return GetResult(GetStatus.CORRUPT)
         return GetResult(GetStatus.HIT, header.meta(page_checksum, origin))
+
+    def _refuse(self, connection: Connection, why: RecordError) -> GetResult:
+        if isinstance(why, NewerRecordError):
+            self._met_newer(why)
+            return GetResult(GetStatus.ABSENT)
+        connection.doubtful |= isinstance(why, OtherKeyError)
+        self._say_once(str(why), f"a stored page is bad: {why}")
+        return GetResult(GetStatus.CORRUPT)

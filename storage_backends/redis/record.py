@@ -35,6 +35,10 @@ class NewerRecordError(RecordError):
     """A record that a later release wrote. It is that one's: no use here, and not ours to remove."""
 
 
+class OtherKeyError(RecordError):
+    """The record of another key: a copy, or the reply to another command."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """A header that was parsed and agrees with its key and, where one is expected, its spec.
@@ -101,7 +105,7 @@ def parse_header(raw: bytes, key: bytes, spec: bytes | None = None) -> RecordHea
     if flags & ~_ORIGIN_MASK or raw[_FIELDS.size + CHECKSUM_BYTES :] != _RESERVED:
         raise RecordError("reserved bits of the header are set")
     if found_key != key:
-        raise RecordError("the record of another key")
+        raise OtherKeyError("the record of another key")
     if spec is not None and found_spec != spec:
         raise RecordError("the record of a page with another spec")
     checksum = raw[_FIELDS.size : _FIELDS.size + CHECKSUM_BYTES]

@@ -322,10 +322,13 @@ class RedisTier(Tier):
         until: float,
     ) -> None:
         lengths: dict[int, int] = {}
+        doubted: set[int] = set()
 
         def read(connection: Connection, n: int) -> Any:
             i = batch[n]
             lengths[i], reply = self._incoming.read(connection, keys[i], outs[i])
+            if connection.doubtful:
+                doubted.add(i)
             return reply
 
         commands = [_command([b"GET", self._name(keys[i])], len(outs[i])) for i in batch]
@@ -346,6 +349,12 @@ class RedisTier(Tier):
                         results[i] = GetResult(GetStatus.CORRUPT)
                         bad.append(i)
                     self._count_error(reply)
+        if asked := [i for i in bad if i in doubted]:
+            # Replies may have been mixed up on the way: what is there is looked at by another connection.
+            for i, found in zip(asked, self._headers([keys[i] for i in asked]), strict=True):
+                if isinstance(found, RecordHeader | NoReply):
+                    results[i] = GetResult(GetStatus.FAILED)
+                    bad.remove(i)
         if bad:
             self._quarantine([keys[i] for i in bad], sum(lengths.get(i, 0) for i in bad))
 

@@ -105,6 +105,8 @@ NONSENSE = {
     "unknown mode": b"$16\r\nredis_mode:weird\r\n",
     "address without port": b"*1\r\n+a\r\n",
     "port without number": b"*2\r\n+a\r\n+x\r\n",
+    "lists in lists": b"*1\r\n" * 3000,
+    "a length beyond all": b"$999999999999999999999999999\r\n",
     "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n",
     "error": b"-ERR no\r\n",
 }

@@ -8,10 +8,16 @@ import time
 
 import pytest
 
+from kvtier.abc.tier import GetStatus
 from kvtier.storage_backends.redis.breaker import BreakerState
 from kvtier.storage_backends.redis.connection import Connection
 from kvtier.storage_backends.redis.exchange import NoReply
+from kvtier.storage_backends.redis.options import RedisOptions
+from kvtier.storage_backends.redis.record import pack_header
+from kvtier.storage_backends.redis.tier import RedisTier
+from kvtier.testing.pages import item_of, key_of
 from tests.redis_exchanges import Batch, Client, keys_of, moved
+from tests.redis_pages import get
 from tests.scripted_redis import PATIENCE_S, Link, ScriptedServer
 
 pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvtier[redis]'")
@@ -236,6 +242,50 @@ def test_a_server_that_always_closes_is_given_up_by_the_number_of_calls(monkeypa
             assert client.run(Batch(keys, LARGE)) == keys[:2] + [NoReply.DOWN] * (COUNT - 2)
             assert client.failures(client.servers[0]) == failures
         assert breaker.state is BreakerState.OPEN and breaker.opened == 1
+
+
+@pytest.mark.parametrize("inserted", [b"$-1\r\n", b"+OK\r\n", b"$3\r\nabc\r\n", b"again"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_good_pages_are_not_deleted_where_replies_are_mixed_up(inserted: bytes, count: int) -> None:
+    """A proxy sends a reply too many: from then on each is that to the command before."""
+    nbytes = 5000
+    items = [item_of(key_of(n), nbytes) for n in range(8)]
+    values = {b"k:" + i.key.hex().encode(): pack_header(i.key, i.meta, i.data) + i.data + i.meta.origin for i in items}
+    deleted: list[bytes] = []
+
+    def reply(command: list[bytes]) -> bytes:
+        value = values.get(command[1], b"")
+        if command[0] == b"UNLINK":
+            deleted.append(command[1])
+            return b":1\r\n"
+        if command[0] == b"GETRANGE":
+            value = value[:96]
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+
+    def mixing_up(link: Link) -> None:
+        for n in range(100):
+            command = link.next()
+            if not command:
+                return
+            if n == count:
+                link.send(reply([b"GET", b"k:" + items[0].key.hex().encode()]) if inserted == b"again" else inserted)
+            link.send(reply(command))
+
+    def honest(link: Link) -> None:
+        while command := link.next():
+            link.send(reply(command))
+
+    server = ScriptedServer(lambda _: None, mixing_up, *[honest] * 4)  # the first one asks what server it is
+    options = RedisOptions.of(server.url, mode="standalone", prefix="k:", timeout_s=PATIENCE_S)
+    tier = RedisTier(options)
+    first = [get(tier, range(4), nbytes), get(tier, range(4, 8), nbytes)]
+    assert GetStatus.HIT in first[0]
+    for _ in range(3):
+        get(tier, range(8), nbytes)
+    assert get(tier, range(8), nbytes) == [GetStatus.HIT] * 8
+    assert set(deleted) <= {b"k:" + items[count].key.hex().encode()}, "what was inserted is in nobody's place but this"
+    tier.close()
+    server.close()
 
 
 def test_a_server_met_while_the_tier_closes_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
