@@ -60,13 +60,15 @@ def read_trace(
     at ``i * session_gap_s``.
     """
     path = Path(source).expanduser()
-    if not path.exists() and source in BUNDLED:
-        path, kind = bundled_path(source), TraceFormat.AUTO
-    if not path.exists():
-        raise ConfigError(f"trace {source!r} does not exist; give a file, a directory or one of {', '.join(BUNDLED)}")
-    if kind is TraceFormat.AUTO:
-        kind = _detect(path)
     try:
+        if not path.exists() and source in BUNDLED:
+            path, kind = bundled_path(source), TraceFormat.AUTO
+        if not path.exists():
+            raise ConfigError(
+                f"trace {source!r} does not exist; give a file, a directory or one of {', '.join(BUNDLED)}"
+            )
+        if kind is TraceFormat.AUTO:
+            kind = _detect(path)
         if kind is TraceFormat.COMPACT:
             return Trace.load(path)
         if kind is TraceFormat.RECORDED:

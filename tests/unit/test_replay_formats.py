@@ -372,6 +372,11 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, word
         read_trace(str(path))
 
 
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="File name too long|does not exist"):  # newer Pythons do not tell them apart
+        read_trace(str(tmp_path / ("t" * 300)))
+
+
 @pytest.mark.parametrize("kind", [TraceFormat.MOONCAKE, TraceFormat.WEKA])
 def test_a_trace_without_requests_is_refused(tmp_path: Path, kind: TraceFormat) -> None:
     path = tmp_path / "t"
