@@ -373,7 +373,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, word
 
 
 def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="File name too long|does not exist"):  # newer Pythons do not tell them apart
+    with pytest.raises(ConfigError, match=r"File name too long|does not exist"):  # newer Pythons do not ask
         read_trace(str(tmp_path / ("t" * 300)))
 
 
