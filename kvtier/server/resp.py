@@ -81,7 +81,8 @@ class Stream:
         self.stranger = True
         """Not authenticated yet: only short commands are read."""
         self._timeout_s = timeout_s
-        connected.settimeout(None)
+        # Python's TLS sockets go on by themselves where the kernel's timeouts end a call: they have one of their own.
+        connected.settimeout(timeout_s if self._tls else None)
         for option, wait_s in ((socket.SO_RCVTIMEO, timeout_s), (socket.SO_SNDTIMEO, min(_SEND_WAIT_S, timeout_s))):
             seconds, micros = divmod(int(wait_s * 1e6), 1_000_000)
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
@@ -240,6 +241,10 @@ class Stream:
                 if patient:
                     continue
                 raise _lost(errno.EAGAIN) from e
+            except TimeoutError as e:  # with a number it is the kernel's: nobody is there any more
+                if patient and e.errno is None:
+                    continue
+                raise _lost(e.errno or errno.EAGAIN) from e
             except OSError as e:
                 raise Disconnected(str(e)) from e
             if not got:
@@ -311,12 +316,9 @@ class Stream:
         return bool(ready[0][1] & ~select.POLLOUT)
 
     def _send_all(self, part: memoryview) -> None:
-        until = time.monotonic() + self._timeout_s
-        while len(part):
-            if time.monotonic() > until:
-                raise Disconnected("a reply was left half taken")
-            with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):  # not yet
-                part = part[self._socket.send(part) :]
+        """Over TLS: a piece at a time, each of which must be taken within the timeout."""
+        for at in range(0, len(part), _PIECE_BYTES):
+            self._socket.sendall(part[at : at + _PIECE_BYTES])
 
 
 _LIMITS = (_ARGS_MAX, _BULK_MAX, _VALUE_MAX)

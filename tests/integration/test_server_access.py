@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.keys import checksum
 from kvtier.server.app import CacheServer
+from kvtier.server.keyspace import Reservation
 from kvtier.server.options import Listen
 from kvtier.testing.redis_servers import wait_for
 from tests.cache_servers import MIB, PATIENCE_S, client_of, http_status, run_serve, start
@@ -169,15 +172,20 @@ def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "k.sock").exists()
 
 
-def test_tls(tmp_path: Path) -> None:
+def certificate(folder: Path) -> tuple[str, str]:
+    """Of this machine, signed by itself, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl: apt-get install openssl")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out",
          "cert.pem", "-subj", "/CN=kvtier", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"],
-        cwd=tmp_path, check=True, capture_output=True,
+        cwd=folder, check=True, capture_output=True,
     )  # fmt: skip
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    return str(folder / "cert.pem"), str(folder / "key.pem")
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
     server = start(tmp_path, listen=["tls:127.0.0.1:0"], tls_cert=cert, tls_key=key)
     value = os.urandom(3 * MIB)
     with client_of(server, ssl=True, ssl_ca_certs=cert) as client:
@@ -191,6 +199,33 @@ def test_tls(tmp_path: Path) -> None:
         plain.ping()
     with client_of(server, ssl=True, ssl_ca_certs=cert) as client:
         assert client.get("k499") == b"x" * 499, "a client that does not speak TLS harms nobody"
+    server.stop()
+
+
+def test_tls_clients_that_stall_are_cut_off(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    server = start(tmp_path, listen=["tls:127.0.0.1:0"], tls_cert=cert, tls_key=key, client_timeout="1s")
+    context = ssl.create_default_context(cafile=cert)
+    large = server.keyspace.reserve(0, b"large", 24 * MIB)  # not sent: a busy machine may need longer for that
+    assert isinstance(large, Reservation) and large.view is not None
+    large.view[:] = bytes(24 * MIB)
+    large.checksum = checksum(large.view, large.page)
+    assert server.keyspace.commit(0, b"large", large)
+
+    def connected() -> ssl.SSLSocket:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)  # so that little of a reply is on its way
+        plain.settimeout(PATIENCE_S)
+        plain.connect(("127.0.0.1", server.listening[0].port))
+        return context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+    with client_of(server, ssl=True, ssl_ca_certs=cert) as client, connected() as half, connected() as deaf:
+        assert client.ping()
+        half.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000\r\nxxxx")
+        deaf.sendall(b"*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n")
+        wait_for(lambda: server.stats.totals()["connections"] == 3, "they are not served", PATIENCE_S)
+        wait_for(lambda: server.stats.connections == 1, "clients that stall are not cut off", PATIENCE_S)
+        assert client.ping(), "one that is idle is not in the middle of anything"
     server.stop()
 
 
