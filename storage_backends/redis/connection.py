@@ -210,7 +210,7 @@ class Connection:
             self._arm(socket.SO_SNDTIMEO)
             try:
                 part = part[self._socket.send(part) :]
-            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 raise DeadlineError("the server does not take what is sent") from None
             except OSError as e:
                 raise LostError(f"sending: {e}") from e
@@ -349,7 +349,7 @@ class Connection:
                 got = self._socket.recv_into(out)
             else:
                 got = self._socket.recv_into(out, 0, socket.MSG_WAITALL if wait_all else 0)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise DeadlineError("the server does not answer") from None
         except OSError as e:
             raise LostError(f"receiving: {e}") from e
@@ -376,7 +376,9 @@ class Connection:
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineError("the deadline passed")
-        if not 0.97 * self._armed[which] <= left <= self._armed[which]:
+        if self._tls:  # Python's TLS sockets go on by themselves where the kernel's timeouts end a call
+            self._socket.settimeout(left)
+        elif not 0.97 * self._armed[which] <= left <= self._armed[which]:
             seconds, micros = divmod(int(left * 1e6) + 1, 1_000_000)
             self._socket.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", seconds, micros))
             self._armed[which] = left

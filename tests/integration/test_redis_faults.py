@@ -393,32 +393,65 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tls_with_client_certificates(certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def tls_server(certificates: Path, tmp_path: Path) -> Iterator[tuple[RedisServer, str]]:
+    """A server that wants client certificates, and its address."""
     port = kept_port()
     files = {f"--tls-{n}-file": certificates / p for n, p in (("cert", "server.pem"), ("key", "server.key"))}
     options = [x for k, v in files.items() for x in (k, str(v))]
-    socket_path = tmp_path / "plain.sock"
     try:
         server = RedisServer(
             tmp_path, *LRU, "--tls-port", str(port), *options, "--tls-ca-cert-file", str(certificates / "ca.pem"),
-            socket_path=socket_path,
+            socket_path=tmp_path / "plain.sock",
         )  # fmt: skip
     except RuntimeError as e:
         if "TLS support" not in str(e):
             raise
         pytest.skip("this server was built without TLS")
-    url = f"rediss://127.0.0.1:{port}"
-    mine = TlsOptions(certificates / "ca.pem", certificates / "client.pem", certificates / "client.key")
+    yield server, f"rediss://127.0.0.1:{port}"
+    server.stop()
+
+
+def client_certificate(folder: Path) -> TlsOptions:
+    return TlsOptions(folder / "ca.pem", folder / "client.pem", folder / "client.key")
+
+
+def test_tls_with_client_certificates(
+    certificates: Path, tls_server: tuple[RedisServer, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, url = tls_server
+    tier = RedisTier(RedisOptions.of(url, tls=client_certificate(certificates), timeout_s=PATIENCE_S))
+    assert put(tier, range(4), 1 << 20) == [PutStatus.STORED] * 4
+    assert get(tier, range(5), 1 << 20) == [GetStatus.HIT] * 4 + [GetStatus.ABSENT]
+    tier.close()
+    with caplog.at_level(logging.WARNING):
+        for untrusted in (TlsOptions(), TlsOptions(certificates / "ca.pem")):
+            stranger = RedisTier(RedisOptions.of(url, tls=untrusted, mode="standalone", timeout_s=PATIENCE_S))
+            assert put(stranger, range(9, 10)) == [PutStatus.FAILED]
+            stranger.close()
+    assert "certificate" in caplog.text.lower()
+
+
+def test_a_frozen_server_behind_tls_costs_the_deadline(certificates: Path, tls_server: tuple[RedisServer, str]) -> None:
+    server, url = tls_server
+    tier = RedisTier(RedisOptions.of(url, tls=client_certificate(certificates), timeout_s=PATIENCE_S))
+    assert put(tier, range(2), 1 << 20) == [PutStatus.STORED] * 2
+    items = [item_of(key_of(n), 8 << 20) for n in range(2, 4)]  # more than sockets hold
+    seen: list[Any] = []
+
+    def use() -> None:
+        seen.append(get(tier, range(2), 1 << 20, deadline_s=0.3))
+        seen.append(tier.put_many(items, deadline_s=0.3))
+
+    user = threading.Thread(target=use, daemon=True)
+    server.freeze()
     try:
-        tier = RedisTier(RedisOptions.of(url, tls=mine, timeout_s=PATIENCE_S))
-        assert put(tier, range(4), 1 << 20) == [PutStatus.STORED] * 4
-        assert get(tier, range(5), 1 << 20) == [GetStatus.HIT] * 4 + [GetStatus.ABSENT]
-        tier.close()
-        with caplog.at_level(logging.WARNING):
-            for untrusted in (TlsOptions(), TlsOptions(certificates / "ca.pem")):
-                stranger = RedisTier(RedisOptions.of(url, tls=untrusted, mode="standalone", timeout_s=PATIENCE_S))
-                assert put(stranger, range(9, 10)) == [PutStatus.FAILED]
-                stranger.close()
-        assert "certificate" in caplog.text.lower()
+        user.start()
+        user.join(PATIENCE_S)
+        late = user.is_alive()
     finally:
-        server.stop()
+        server.thaw()
+    user.join(PATIENCE_S)
+    assert not late, "a call went on for as long as the server was frozen"
+    assert seen == [[GetStatus.DEADLINE] * 2, [PutStatus.DEADLINE] * 2]
+    tier.close()
