@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -49,7 +50,9 @@ FOREIGN_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkse
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Short names for temporary folders, also where TMPDIR is a long one."""
+    """Short names for temporary folders, also where TMPDIR is a long one; and an interrupt that interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; its children ignore it, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.basetemp is None and len(os.fsencode(tempfile.gettempdir())) > TMPDIR_BYTES_MAX:
         config.option.basetemp = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
