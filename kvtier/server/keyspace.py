@@ -204,6 +204,7 @@ class Keyspace:
             if not kept:
                 if owner:
                     self._coming[owner] -= nbytes
+                    reservation.owner = ""  # should what follows fail, `abort` must not count it again
                 # Committed under the lock: of two writers of a key, the one that swaps last has the last word; and the
                 # news of an eviction right after it, which wants the lock too, finds the name to take away.
                 gone = self.store.commit_over(page, slot, meta, b"" if old is None else old.page)
